@@ -1,0 +1,344 @@
+"""The adapter: a model that adapts itself while it predicts."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fata import state as states
+from fata.augment import Fata
+from fata.engine import Engine
+from fata.fisher import FisherData, fisher
+from fata.method import Method
+from fata.methods import describe, parse, spec_of
+from fata.methods.source import Norm
+from fata.parameters import Params, Theta, choose
+from fata.presets import check_rate, is_transformer_like, rate
+
+
+class Adapter(nn.Module):
+    """Predicts like the model it holds, and learns from every batch.
+
+    The model itself is changed: its chosen parameters move, and BatchNorm uses the statistics of
+    the batch. `reset` and `unwrap` undo that.
+
+    Args:
+        model: maps images to logits, or to an object with `.logits`.
+        method: what to learn, such as `fata.Eata()`.
+        plus: `fata.Fata(...)`, or None.
+        lr: learning rate; `paper` (the default) or `release` take those of the FATA paper or of
+            its code for the kind of network and the batch size.
+        params: `all`, `truncated`, names of parameters or modules, or None: the method's choice.
+        fisher_data: batches of clean images for EATA's penalty, one squared gradient a batch; or
+            a Fisher computed before (`adapter.fisher`).
+        guard: reserved for the collapse guard; only None and False are accepted yet.
+        seed: of the adapter's own draws; the global generator is never touched.
+
+    Example:
+        >>> import fata, torch
+        >>> adapted = fata.Adapter(fata.tiny.build("resnet_gn"), fata.Sar(), fata.Fata())
+        >>> adapted(torch.rand(4, 3, 16, 16)).shape
+        torch.Size([4, 10])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method | Fata,
+        plus: Fata | None = None,
+        *,
+        lr: float | str | None = None,
+        params: Params | None = None,
+        fisher_data: FisherData | None = None,
+        guard: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if isinstance(method, Fata):  # its loss alone
+            plus, method = method, Norm()
+        _check_model(model)
+        _check_arguments(method, plus, fisher_data, guard)
+        check_rate(lr)
+        sets = params if params is not None else method.params or ("truncated" if plus else None)
+        theta = Theta(choose(model, sets) if sets is not None else {})
+        vit = is_transformer_like(model)
+
+        def learning_rate(rows: int) -> float:
+            if isinstance(lr, int | float):
+                return float(lr)
+            return rate(lr or "paper", method, vit, rows)
+
+        self._modes = [(module, module.training) for module in model.modules()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        model.eval()  # dropout and stochastic depth off
+        model.requires_grad_(False)
+        for parameter in theta.parameters:
+            parameter.requires_grad_(True)
+        self.model = model
+        self._engine: Engine | None = Engine(model, method, plus, theta, learning_rate, vit, seed)
+        self._learning = True
+        self._fingerprint: str | None = None
+        if fisher_data is not None:
+            self._engine.fisher = fisher(self._engine, fisher_data)
+            self._engine.state = self._engine.fresh()
+
+    # -- predicting ---------------------------------------------------------------------------
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the images, from before this batch was learned from (MEMO: after).
+
+        Rows with a pixel that is not finite get the logits that the plain model gives them, are
+        never learned from, and do not touch the other rows.
+        """
+        engine = self._live()
+        engine.check(images)
+        with torch.inference_mode(False), torch.enable_grad():
+            if images.is_inference():
+                images = images.clone()
+            images = images.detach()
+            finite = images.flatten(1).isfinite().all(1)
+            if finite.all():
+                return self._answer(images)
+            logits = self._plain(images[~finite])
+            answer = logits.new_empty(len(images), logits.shape[1])
+            answer[~finite] = logits
+            if finite.any():
+                answer[finite] = self._answer(images[finite])
+            if self._learning:
+                engine.state.count(seen=len(logits), not_finite=len(logits))
+            return answer
+
+    def _answer(self, images: Tensor) -> Tensor:
+        engine = self._live()
+        if not self._learning:
+            return self._uncounted(images)
+        engine.state.count(seen=len(images))
+        return engine.step(images).detach()
+
+    def _uncounted(self, images: Tensor) -> Tensor:
+        engine = self._live()
+        counts = dict(engine.state.counts)
+        logits = engine.predict(images)
+        engine.state.counts = counts
+        return logits
+
+    def _plain(self, images: Tensor) -> Tensor:
+        statistics = self._live().statistics
+        if statistics is None:
+            return self._uncounted(images)
+        with statistics.suspended():
+            return self._uncounted(images)
+
+    @contextmanager
+    def frozen(self) -> Iterator[Adapter]:
+        """Predict without learning inside the context; nothing of the state changes."""
+        before, self._learning = self._learning, False
+        try:
+            yield self
+        finally:
+            self._learning = before
+
+    def train(self, mode: bool = True) -> Adapter:
+        """Leave the model's modes alone: adapting needs neither dropout nor running statistics."""
+        self.training = mode
+        return self
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def method(self) -> Method:
+        """The host method."""
+        return self._live().method
+
+    @property
+    def plus(self) -> Fata | None:
+        """The plug-in."""
+        return self._live().plus
+
+    @property
+    def name(self) -> str:
+        """Name of the method, such as `eata+fata`."""
+        return spec_of(describe(self.method), describe(self.plus) if self.plus else None)
+
+    @property
+    def layer(self) -> str | None:
+        """Name of the layer that FATA taps."""
+        tap = self._live().tap
+        return tap.layer if tap else None
+
+    @property
+    def adapted(self) -> list[str]:
+        """Names of the parameters that adapt."""
+        return list(self._live().theta.names)
+
+    @property
+    def fisher(self) -> dict[str, Tensor] | None:
+        """The Fisher information by parameter, as `fisher_data` takes it; None: there is none."""
+        engine = self._live()
+        if engine.fisher is None:
+            return None
+        return dict(zip(engine.theta.names, engine.theta.split(engine.fisher), strict=True))
+
+    @property
+    def counts(self) -> dict[str, Any]:
+        """Rows seen, selected by each term, passed forward and back; steps and recoveries."""
+        counts = {name: int(number) for name, number in self._live().state.counts.items()}
+        names = ("seen", "not_finite", "stepped", "recovered")
+        rows = ("rows_forward", "rows_tail", "rows_backward")
+        selected = {self.method.name: counts.get("host", 0)}
+        if self.plus is not None:
+            selected["fata"] = counts.get("plus", 0)
+        return {
+            **{name: counts.get(name, 0) for name in names},
+            "selected": selected,
+            **{name: counts.get(name, 0) for name in rows},
+        }
+
+    def extra_repr(self) -> str:
+        """Method, plug-in and what adapts."""
+        if self._engine is None:
+            return "unwrapped"
+        theta = self._engine.theta
+        what = f"{len(theta.names)} tensors, {sum(theta.sizes):,} parameters adapt"
+        return ", ".join([f"{self.method}", *([f"{self.plus}"] if self.plus else []), what])
+
+    # -- state --------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Back to the source model, bit for bit, and to the first batch."""
+        engine = self._live()
+        engine.state = engine.fresh()
+        engine.theta.write(engine.source)
+
+    def unwrap(self) -> nn.Module:
+        """The plain model with the adapted weights, its modes and flags as they were given.
+
+        The adapter is of no use afterwards. A BatchNorm model is back at its running statistics.
+        """
+        engine = self._live()
+        if engine.statistics is not None:
+            engine.statistics.remove()
+        for module, training in self._modes:
+            module.training = training
+        for parameter, requires_grad in self._flags:
+            parameter.requires_grad_(requires_grad)
+        self._engine = None
+        return self.model
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state to one safetensors file; an older file there is replaced whole."""
+        states.save(path, self.state_dict())
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Go on from a saved state; one that does not belong here is refused."""
+        self.load_state_dict(states.load(path))
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """What moved and what is remembered, by name; `meta` says whose state it is."""
+        return states.pack(self._live(), self._source())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Go on from a `state_dict`. One that does not belong here is refused."""
+        engine = self._live()
+        engine.state = states.unpack(engine, self._source(), state_dict)
+        engine.seed = state_dict["meta"]["seed"]
+        engine.theta.write(engine.state.theta)
+
+    def _source(self) -> str:
+        if self._fingerprint is None:
+            self._fingerprint = states.fingerprint(self._live())
+        return self._fingerprint
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _live(self) -> Engine:
+        if self._engine is None:
+            raise states.StateError("this adapter was unwrapped; make a new one with fata.adapt")
+        return self._engine
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Adapter:
+        """Move the state along with the model: `.to`, `.cuda`, `.cpu`."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._engine is not None:
+            self._engine.move()
+        return self
+
+
+def adapt(
+    model: nn.Module,
+    spec: str,
+    *,
+    lr: float | str | None = None,
+    params: Params | None = None,
+    fisher_data: FisherData | None = None,
+    guard: bool | None = None,
+    seed: int = 0,
+    **fields: Any,
+) -> Adapter:
+    """Adapt a model by a method's name.
+
+    Args:
+        model: maps images to logits, or to an object with `.logits`.
+        spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `cotta`, `memo`, `fata`, or a host
+            with it, such as `deyo+fata`.
+        lr: learning rate, `paper` or `release`; see `Adapter`.
+        params: which parameters adapt; see `Adapter`.
+        fisher_data: batches of clean images for EATA; see `Adapter`.
+        guard: reserved; see `Adapter`.
+        seed: of the adapter's own draws.
+        **fields: fields of the method or of `Fata`. One that both have is the method's;
+            `fata_threshold=...` is the plug-in's.
+
+    Example:
+        >>> import fata, torch
+        >>> adapted = fata.adapt(fata.tiny.build("vit_ln"), "deyo+fata", sigma=0.5)
+        >>> adapted(torch.rand(4, 3, 16, 16)).shape
+        torch.Size([4, 10])
+    """
+    method, plus = parse(spec, **fields)
+    return Adapter(
+        model, method, plus, lr=lr, params=params, fisher_data=fisher_data, guard=guard, seed=seed
+    )
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+    if isinstance(model, Adapter):
+        raise TypeError("model is an Adapter already; call unwrap() on it first.")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError("a TorchScript module cannot be adapted; give the nn.Module it came from.")
+    if any(tensor.is_inference() for tensor in model.parameters()):
+        raise ValueError(
+            "the model was made inside torch.inference_mode(), so its parameters can never learn; "
+            "make it outside (predicting inside is fine)."
+        )
+
+
+def _check_arguments(
+    method: Method, plus: Fata | None, fisher_data: FisherData | None, guard: bool | None
+) -> None:
+    if not isinstance(method, Method):
+        raise TypeError(
+            f"method must be one such as fata.Tent(), got {method!r}; "
+            f"fata.adapt(model, 'tent') takes names."
+        )
+    if plus is not None and not isinstance(plus, Fata):
+        raise TypeError(f"plus must be a fata.Fata(...) or None, got {plus!r}.")
+    penalty = type(method).regulariser is not Method.regulariser
+    if fisher_data is not None and not penalty:
+        raise ValueError(f"fisher_data: {method.name!r} has no Fisher penalty; only 'eata' has.")
+    if fisher_data is None and getattr(method, "fisher_alpha", False):
+        warnings.warn(
+            "no fisher_data: EATA without its penalty is ETA. Give batches of clean images as "
+            "fisher_data, or say fisher_alpha=0 to mean it.",
+            stacklevel=4,
+        )
+    if guard:
+        raise ValueError("guard: the collapse guard is not part of this version; leave it out.")

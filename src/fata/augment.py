@@ -1,0 +1,162 @@
+"""FATA: feature augmentation based test-time adaptation (Cho et al., WACV 2025).
+
+    z'      =  alpha z + delta (beta - alpha) mu                alpha, beta ~ N(1, sigma_n), (B, D)
+    delta   =  moving average of  s / max_c s,   s = std_b(mu)  mu = mean of z over space, (B, D)
+    L_FATA  =  mean_S w CE(p(z'), y),   S = {H < E0},  w = exp(E_w - H),  y = argmax p(z)
+
+z is the output of one layer, E0 = 0.5 ln C, E_w = 0.4 ln C. The gradient flows through z and mu,
+not through alpha, beta and delta. A batch of one row has no deviation: delta is 0.5 there and the
+average stays as it is.
+
+The fields give the paper's ablations: NP+ is ``Fata(spread="variance", ema=None)``, the losses of
+its Table 7 are ``loss="simple_aug"`` (entropy of p(z')), ``"mse"`` (between the logits of z' and z,
+with gradient to both) and ``"simple_ce"`` (cross entropy to the soft prediction p(z)), and
+``layer`` is the position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fata.losses import entropy, soft_cross_entropy
+from fata.method import Batch, Memory, in_range, is_threshold
+from fata.selection import Selection, confidence, reliable
+
+LOSSES = ("fata", "simple_aug", "mse", "simple_ce")
+
+
+@dataclass(frozen=True)
+class Fata:
+    """The plug-in: learns to predict from a perturbed feature what the clean one predicts.
+
+    Args:
+        layer: name of the layer whose output is augmented; `auto` finds one.
+        sigma: standard deviation of the noise.
+        ema: how much of the moving average of delta stays at each batch; None: no average.
+        spread: `std` or `variance` of the channel means over the batch.
+        threshold: E0, in units of ln C.
+        scale: E_w, in units of ln C.
+        loss: `fata`, or an ablation of the paper: `simple_aug`, `mse`, `simple_ce`.
+        bn_stats: BatchNorm statistics of clean and augmented rows `separate`, or `joint`, as in
+            the released code.
+        noise: `noise(rows, channels)` gives alpha and beta instead of drawing them.
+        weight: factor of the loss; at 0 nothing is selected and the host is itself.
+    """
+
+    layer: str = "auto"
+    sigma: float = 1.0
+    ema: float | None = 0.95
+    spread: str = "std"
+    threshold: float = 0.5
+    scale: float = 0.4
+    loss: str = "fata"
+    bn_stats: str = "separate"
+    noise: Callable[[int, int], tuple[Tensor, Tensor]] | None = None
+    weight: float = 1.0
+
+    name = "fata"
+
+    def __post_init__(self) -> None:
+        """Refuse fields out of range."""
+        in_range(self, "sigma", 0)
+        if self.ema is not None:
+            in_range(self, "ema", 0, 1, hint=", or None for no moving average")
+        is_threshold(self, "threshold")
+        is_threshold(self, "scale")
+        in_range(self, "weight", 0)
+        _one_of(self, "spread", ("std", "variance"))
+        _one_of(self, "loss", LOSSES)
+        _one_of(self, "bn_stats", ("separate", "joint"))
+
+    def select(self, batch: Batch) -> Selection:
+        """Rows with H < E0, whatever the host selects; surer rows weigh more."""
+        rows = reliable(batch.entropy, self.threshold, batch.classes)
+        weights = self.weight * confidence(batch.entropy, self.scale, batch.classes)
+        return Selection(rows if self.weight else torch.zeros_like(rows), weights)
+
+    def row_loss(self, augmented: Tensor, clean: Tensor, batch: Batch) -> Tensor:
+        """The loss of each row, from the logits of z' and of z, and the batch's predictions."""
+        if self.loss == "fata":
+            return F.cross_entropy(augmented, batch.pseudo_label, reduction="none")
+        if self.loss == "simple_ce":
+            return soft_cross_entropy(augmented, batch.logits)
+        if self.loss == "simple_aug":
+            return entropy(augmented)
+        return (augmented - clean).square().mean(1)
+
+    def perturb(self, z: Tensor, axis: int, memory: Memory, generator: torch.Generator) -> Perturb:
+        """The perturbation of one batch, from its clean feature z; asked once a batch."""
+        mu = channel_mean(z.detach(), axis)
+        rows, channels = mu.shape
+        if self.noise is not None:
+            alpha, beta = (draw.to(mu) for draw in self.noise(rows, channels))
+        else:
+            draws = torch.randn(2, rows, channels, generator=generator, device=z.device)
+            alpha, beta = 1 + self.sigma * draws
+        return Perturb(alpha, beta, self.delta(mu, memory), axis)
+
+    def delta(self, mu: Tensor, memory: Memory) -> Tensor:
+        """How freely each channel's mean may move, (D,), at most 1."""
+        if len(mu) == 1:
+            return torch.full_like(mu[0], 0.5)
+        spread = mu.std(0) if self.spread == "std" else mu.var(0)
+        delta = spread / spread.max().clamp(min=1e-12)
+        if self.ema is None or "delta" not in memory:
+            return delta
+        return self.ema * memory["delta"] + (1 - self.ema) * delta
+
+    def observe(self, perturb: Perturb, memory: Memory) -> Memory:
+        """Keep the moving average that this batch's delta was."""
+        if self.ema is None or len(perturb.alpha) == 1:
+            return memory
+        return {"delta": perturb.delta}
+
+
+@dataclass(frozen=True)
+class Perturb:
+    """z -> alpha z + delta (beta - alpha) mu, for the rows of a batch."""
+
+    alpha: Tensor  # (B, D)
+    beta: Tensor  # (B, D)
+    delta: Tensor  # (D,)
+    axis: int  # of the channels in z
+
+    def at(self, index: Tensor) -> Perturb:
+        """The same perturbation, for the rows `index` only."""
+        return Perturb(self.alpha[index], self.beta[index], self.delta, self.axis)
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """z', with the gradient through z and its channel means."""
+        shape = [len(z)] + [1] * (z.ndim - 1)
+        shape[self.axis] = -1
+        shift = self.delta * (self.beta - self.alpha) * channel_mean(z, self.axis)
+        return (self.alpha.view(shape) * z + shift.view(shape)).to(z.dtype)
+
+
+def channel_mean(z: Tensor, axis: int) -> Tensor:
+    """mu: the mean of each row's channels over space or tokens, (B, D), in full precision."""
+    z = z.movedim(axis, 1)
+    return z.flatten(2).to(torch.promote_types(z.dtype, torch.float32)).mean(2) if z.ndim > 2 else z
+
+
+def channel_axis(z: Tensor, layer: nn.Module) -> int:
+    """Which axis of the layer's output holds the channels.
+
+    The one whose length is a width of the layer's own weights; where both fit, or none, the
+    second of a map (B, D, H, W) and the last of tokens (B, N, D).
+    """
+    widths = {p.shape[0] for p in layer.parameters()}
+    usual, other = (1, z.ndim - 1) if z.ndim == 4 else (z.ndim - 1, 1)
+    fits = z.shape[other] in widths and z.shape[usual] not in widths
+    return other if fits else usual
+
+
+def _one_of(owner: Fata, field: str, choices: tuple[str, ...]) -> None:
+    value = getattr(owner, field)
+    if value not in choices:
+        raise ValueError(f"Fata({field}={value!r}): choose one of {', '.join(map(repr, choices))}.")

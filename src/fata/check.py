@@ -1,0 +1,391 @@
+"""The battery: what every method must hold to, on small networks of each kind of normalisation.
+
+`fata check my_module:MyMethod` runs it on a method of your own; the project's tests run it on ours.
+A check is a function of a `Case` that raises `CheckError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fata import tiny
+from fata.adapter import Adapter
+from fata.augment import Fata
+from fata.method import Batch, Memory, Method, OwnStep
+from fata.methods import Norm, Source, describe
+from fata.norms import BatchStatistics
+from fata.selection import Selection
+
+ROWS = (16, 1)
+CLASSES = 10
+
+
+class CheckError(AssertionError):
+    """A method does not do what every method must."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A method on a network, with batches of so many rows."""
+
+    method: Method
+    plus: Fata | None
+    net: str
+    rows: int
+
+    def adapter(self, **changes: Any) -> Adapter:
+        """A new adapter on a new copy of the network."""
+        changes = {"method": self.method, "plus": self.plus, "lr": 2e-3, "seed": 1, **changes}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # EATA without Fisher data says that it is ETA
+            return Adapter(network(self.net), **changes)
+
+    def plain(self) -> Adapter:
+        """An adapter that learns nothing, with the same BatchNorm statistics."""
+        return self.adapter(method=Norm() if self.method.batch_statistics else Source(), plus=None)
+
+    def stream(self) -> list[Tensor]:
+        """Batches of images that are partly easy and partly hard for the network."""
+        return list(images(64 if self.rows > 1 else 16).split(self.rows))
+
+    @property
+    def common(self) -> bool:
+        """Whether the method goes the common way of one batch."""
+        return not isinstance(self.method, OwnStep)
+
+    @property
+    def learns(self) -> bool:
+        """Whether the method adapts anything at all."""
+        return self.method.params is not None or self.plus is not None
+
+
+def cases(method: Method, plus: Fata | None = None) -> Iterator[Case]:
+    """A method on every small network, with batches of 16 rows and of one."""
+    return (Case(method, plus, net, rows) for net in tiny.NAMES for rows in ROWS)
+
+
+def images(n: int, seed: int = 7) -> Tensor:
+    """Blurred noise of varying contrast, (n, 3, 16, 16), in [0, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(n, 3, 4, 4, generator=generator)
+    fine = torch.rand(n, 3, 16, 16, generator=generator)
+    mix = torch.rand(n, 1, 1, 1, generator=generator)
+    return mix * nn.functional.interpolate(coarse, 16, mode="bilinear") + (1 - mix) * fine
+
+
+def network(name: str) -> nn.Module:
+    """A small network whose predictions are partly sure and partly not."""
+    return deepcopy(_calibrated(name))
+
+
+@cache
+def _calibrated(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = tiny.build(name, CLASSES).eval()
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
+    head = model.fc if name.startswith("resnet") else model.head
+    assert isinstance(head, nn.Linear)
+    statistics = BatchStatistics(model)
+    with torch.no_grad():
+        logits = model(images(64))
+        head.bias -= logits.mean(0)  # every class has its turn
+        centred = logits - logits.mean(0)
+        scale = 1.0
+        for _ in range(60):  # until half of the rows are reliable
+            entropy = torch.distributions.Categorical(logits=scale * centred).entropy()
+            scale *= 1.1 if entropy.median() > 0.4 * torch.tensor(CLASSES).log() else 0.97
+        head.weight *= scale
+        head.bias *= scale
+    statistics.remove()
+    return model
+
+
+# -- the checks ---------------------------------------------------------------------------------
+
+
+def answers_are_finite(case: Case) -> None:
+    """Logits of every row, finite, without a graph; also for a short last batch."""
+    adapter = case.adapter()
+    for batch in [*case.stream(), images(5), images(1)]:
+        logits = adapter(batch)
+        _ensure(logits.shape == (len(batch), CLASSES), f"logits of shape {tuple(logits.shape)}")
+        _ensure(bool(logits.isfinite().all()), "logits that are not finite")
+        _ensure(not logits.requires_grad, "logits that carry a graph")
+
+
+def learns_something(case: Case) -> None:
+    """A method with parameters selects rows and moves (MEMO moves and comes back)."""
+    if not case.learns:
+        return
+    adapter = case.adapter()
+    answers = _run(adapter, case.stream())
+    plain = _run(case.plain(), case.stream())
+    _ensure(adapter.counts["stepped"] > 0, "no step in the whole stream: does it select any row?")
+    _ensure(not torch.equal(answers, plain), "the answers are those of a model that never learned")
+
+
+def only_named_parameters_move(case: Case) -> None:
+    """All else stays as it was, bit for bit: other parameters, BatchNorm's running statistics."""
+    adapter = case.adapter()
+    _run(adapter, case.stream())
+    before = network(case.net).state_dict()
+    for name, tensor in adapter.model.state_dict().items():
+        if name not in adapter.adapted:
+            _ensure(torch.equal(tensor, before[name]), f"{name} has moved")
+
+
+def first_answer_is_the_plain_models(case: Case) -> None:
+    """The first batch is answered before anything was learned, whatever rows are augmented."""
+    if not case.common:
+        return
+    batch = case.stream()[0]
+    _ensure_close(
+        case.adapter()(batch), case.plain()(batch), "the first answer is not the plain model's"
+    )
+
+
+def reset_is_bit_equal(case: Case) -> None:
+    """A reset gives the source model, and the same stream the same answers."""
+    adapter, source = case.adapter(), network(case.net).state_dict()
+    first = _run(adapter, case.stream())
+    adapter.reset()
+    for name, tensor in adapter.model.state_dict().items():
+        _ensure(torch.equal(tensor, source[name]), f"{name} is not the source's after a reset")
+    _ensure_equal(_run(adapter, case.stream()), first, "answers after a reset")
+
+
+def saved_state_goes_on(case: Case) -> None:
+    """Stopping, saving, loading into a new model and going on equals never stopping."""
+    stream = case.stream()
+    half = len(stream) // 2
+    whole, stopped, resumed = case.adapter(), case.adapter(), case.adapter(seed=99)
+    expected = _run(whole, stream)
+    _run(stopped, stream[:half])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "state.safetensors"
+        stopped.save(path)
+        resumed.load(path)
+    answers = _run(resumed, stream[half:])
+    _ensure_equal(answers, expected[-len(answers) :], "answers after a stop")
+    pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
+    _ensure(all(torch.equal(a, b) for a, b in pairs), "other parameters after a stop")
+    _ensure(whole.counts == resumed.counts, "other counts after a stop")
+
+
+def nothing_selected_moves_nothing(case: Case) -> None:
+    """Where no term has a row there is no step: not even momentum moves the weights."""
+    if not (case.learns and case.common):
+        return
+    adapter = case.adapter()
+    _run(adapter, case.stream())
+    engine, before = adapter._live(), adapter.state_dict()
+    engine.method = _idle(case.method)
+    engine.plus = dataclasses.replace(engine.plus, weight=0.0) if engine.plus else None
+    adapter(case.stream()[0])
+    after = adapter.state_dict()
+    for name in before:
+        if name.startswith(("parameter.", "momentum.")):
+            _ensure(torch.equal(before[name], after[name]), f"{name} moved without a row")
+
+
+def selected_rows_are_enough(case: Case) -> None:
+    """Learning on the selected rows gives the update of learning on all with the others masked."""
+    if not (case.learns and case.common):
+        return
+    ends = []
+    for share in (0.0, 1.0):
+        adapter = case.adapter()
+        for batch in case.stream():
+            adapter._live().state.share = share
+            adapter(batch)
+        ends.append(adapter._live().state.theta)
+    _ensure_close(*ends, "other parameters from the selected rows alone")
+
+
+def selection_is_pure(case: Case) -> None:
+    """`select` gives the same rows again and leaves memory and batch alone."""
+    if not case.common:
+        return
+    adapter = case.adapter()
+    _run(adapter, case.stream())
+    engine = adapter._live()
+    batch = images(16, seed=8)
+    seen = engine._seen(batch, engine.predict(batch))
+    memory = {name: tensor.clone() for name, tensor in engine.state.host.items()}
+    logits = seen.logits.clone()
+    first, second = (case.method.select(seen, engine.state.host) for _ in range(2))
+    _ensure_equal(first.rows, second.rows, "rows selected the second time")
+    _ensure_equal(seen.logits, logits, "logits after select")
+    for name, tensor in engine.state.host.items():
+        _ensure_equal(tensor, memory[name], f"memory {name!r} after select")
+
+
+def host_is_itself_beside_fata(case: Case) -> None:
+    """A host with FATA's loss times 0 equals the host, and its memory never sees FATA's rows."""
+    if not (case.common and case.method.params):
+        return
+    alone, zero = case.adapter(plus=None), case.adapter(plus=Fata(weight=0.0))
+    _ensure_equal(_run(zero, case.stream()), _run(alone, case.stream()), "answers beside 0 x FATA")
+    _ensure_equal(zero._live().state.theta, alone._live().state.theta, "theta beside 0 x FATA")
+    if case.method.ascent is None:  # SAM's second pass is at other weights with another loss
+        alone, beside = case.adapter(plus=None), case.adapter(plus=Fata())
+        alone(case.stream()[0]), beside(case.stream()[0])
+        for name, tensor in alone._live().state.host.items():
+            _ensure_equal(beside._live().state.host[name], tensor, f"memory {name!r} beside FATA")
+
+
+def order_of_rows_does_not_matter(case: Case) -> None:
+    """Permuted images give permuted answers."""
+    if not case.common:
+        return
+    batch = case.stream()[0]
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
+    answers = case.adapter()(batch)[order]
+    _ensure_close(case.adapter()(batch[order]), answers, "answers of permuted images")
+
+
+def gradient_modes_do_not_matter(case: Case) -> None:
+    """The same bits inside `torch.no_grad` and inside `torch.inference_mode`."""
+    expected = _run(case.adapter(), case.stream())
+    with torch.no_grad():
+        _ensure_equal(_run(case.adapter(), case.stream()), expected, "answers in no_grad")
+    adapter = case.adapter()
+    with torch.inference_mode():
+        _ensure_equal(_run(adapter, case.stream()), expected, "answers in inference_mode")
+
+
+def frozen_changes_nothing(case: Case) -> None:
+    """Inside `frozen` the adapter predicts, and its state stays as it is."""
+    adapter = case.adapter()
+    _run(adapter, case.stream()[:2])
+    before = adapter.state_dict()
+    with adapter.frozen():
+        first, second = (_run(adapter, case.stream()) for _ in range(2))
+    _ensure_equal(first, second, "answers of a frozen adapter, the second time")
+    after = adapter.state_dict()
+    _ensure(before.pop("meta") == after.pop("meta"), "counts moved while frozen")
+    _ensure(all(torch.equal(before[n], after[n]) for n in after), "state moved while frozen")
+
+
+def unwrap_leaves_a_plain_model(case: Case) -> None:
+    """No hooks, no gradients, modes and flags as given."""
+    model = network(case.net).train()
+    next(model.parameters()).requires_grad_(False)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapter = Adapter(model, case.method, case.plus)
+    _run(adapter, case.stream())
+    _ensure(adapter.unwrap() is model, "unwrap gave another model")
+    for name, module in model.named_modules():
+        _ensure(module.training, f"{name} is not in the mode it was given in")
+        _ensure(not module._forward_hooks and not module._forward_pre_hooks, f"hooks on {name}")
+        _ensure("forward" not in module.__dict__, f"{name} has a forward of its own")
+    _ensure(all(p.grad is None for p in model.parameters()), "gradients are left on the model")
+    _ensure([p.requires_grad for p in model.parameters()] == flags, "requires_grad has changed")
+
+
+def global_generator_is_left_alone(case: Case) -> None:
+    """The adapter draws from its own generator."""
+    before = torch.random.get_rng_state()
+    _run(case.adapter(), case.stream())
+    _ensure_equal(torch.random.get_rng_state(), before, "torch's global generator")
+
+
+def rows_that_are_not_finite_touch_nothing(case: Case) -> None:
+    """Rows with bad pixels are counted, get the plain model's logits and change no other row."""
+    clean, dirty = case.adapter(), case.adapter()
+    bad = images(2, seed=3)
+    bad[0, 0, 0, 0], bad[1, 2] = torch.nan, torch.inf
+    plain = network(case.net).eval()(bad).detach()
+    for index, batch in enumerate(case.stream()):
+        expected = clean(batch)
+        answers = dirty(torch.cat((bad[:1], batch, bad[1:])))
+        _ensure_equal(answers[1:-1], expected, "the other rows' answers")
+        if not index:
+            same = torch.allclose(answers[[0, -1]], plain, equal_nan=True, atol=1e-5)
+            _ensure(same, "rows that are not finite must get the plain model's logits")
+    _ensure(dirty.counts["not_finite"] == 2 * len(case.stream()), "they are not counted")
+    _ensure_equal(dirty._live().state.theta, clean._live().state.theta, "theta")
+
+
+def counts_add_up(case: Case) -> None:
+    """Every row is seen once, and no term selects more than it sees."""
+    adapter = case.adapter()
+    _run(adapter, case.stream())
+    counts, rows = adapter.counts, sum(len(batch) for batch in case.stream())
+    _ensure(counts["seen"] == rows, f"{counts['seen']} rows seen of {rows}")
+    _ensure(all(0 <= n <= rows for n in counts["selected"].values()), f"{counts['selected']}")
+    _ensure(counts["rows_forward"] >= rows, "fewer rows forward than seen")
+
+
+def describes_itself(case: Case) -> None:
+    """Name and fields can be written as JSON, and `repr` names the method."""
+    for part in filter(None, (case.method, case.plus)):
+        _ensure(json.loads(json.dumps(describe(part)))["name"] == part.name, "a lossy description")
+    _ensure(type(case.method).__name__ in repr(case.adapter()), "repr does not name the method")
+
+
+CHECKS: tuple[Callable[[Case], None], ...] = (
+    answers_are_finite,
+    learns_something,
+    only_named_parameters_move,
+    first_answer_is_the_plain_models,
+    reset_is_bit_equal,
+    saved_state_goes_on,
+    nothing_selected_moves_nothing,
+    selected_rows_are_enough,
+    selection_is_pure,
+    host_is_itself_beside_fata,
+    order_of_rows_does_not_matter,
+    gradient_modes_do_not_matter,
+    frozen_changes_nothing,
+    unwrap_leaves_a_plain_model,
+    global_generator_is_left_alone,
+    rows_that_are_not_finite_touch_nothing,
+    counts_add_up,
+    describes_itself,
+)
+
+
+def _run(adapter: Adapter, stream: list[Tensor]) -> Tensor:
+    return torch.cat([adapter(batch) for batch in stream])
+
+
+def _idle(method: Method) -> Method:
+    """The same method, selecting nothing."""
+
+    def select(self: Method, batch: Batch, memory: Memory) -> Selection:
+        return Selection.none(batch.entropy)
+
+    fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
+    return type(type(method).__name__, (type(method),), {"select": select})(**fields)  # type: ignore[no-any-return]
+
+
+def _ensure(fine: bool, problem: str) -> None:
+    if not fine:
+        raise CheckError(problem)
+
+
+def _ensure_equal(found: Tensor, expected: Tensor, what: str) -> None:
+    if not torch.equal(found, expected):
+        worst = (found.double() - expected.double()).abs().max()
+        raise CheckError(f"{what} differ by up to {worst:.1e}; they must be equal bit for bit")
+
+
+def _ensure_close(found: Tensor, expected: Tensor, what: str) -> None:
+    if not torch.allclose(found, expected, atol=1e-4, rtol=1e-3):
+        raise CheckError(f"{what} (differ by up to {(found - expected).abs().max():.1e})")

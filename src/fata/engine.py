@@ -1,0 +1,294 @@
+"""The way of one batch, once for all methods.
+
+    images -> predict -> logits of all rows ------------------------------------> returned
+                |
+                v select     host: rows + weights      FATA: rows + weights + pseudo-labels
+                v learn      forward with gradient on the union of the rows;
+                |            FATA's tap runs only the tail again, from z'
+                v loss       sum of weighted means, one a term (+ the host's regulariser)
+                v update     plain step, or SAM: ascend, learn again, descend
+                v observe    running means, moving averages
+                v recover    SAR's rule
+
+Rows of GroupNorm and LayerNorm networks do not see each other, so `learn` may run on the selected
+rows alone after a gradient-free `predict`: the same gradient for less work. BatchNorm rows share
+statistics, so there one pass with gradient serves both.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from fata.augment import Fata, Perturb, channel_axis
+from fata.losses import weighted_mean
+from fata.method import Batch, Memory, Method, OwnStep
+from fata.norms import BatchStatistics, batch_norms
+from fata.outputs import logits_of
+from fata.parameters import Theta
+from fata.selection import Selection
+from fata.tap import Tap
+from fata.updates import ascend, sgd
+
+# From this share of selected rows on, one pass with gradient over all rows costs less than a
+# gradient-free one over all and a second over the selected: a pass with gradient costs about two.
+DENSE = 0.5
+
+
+@dataclass
+class State:
+    """All that changes while a model adapts. Tensors are replaced, never changed in place."""
+
+    theta: Tensor
+    velocity: Tensor
+    host: Memory = field(default_factory=dict)
+    plus: Memory = field(default_factory=dict)
+    batches: int = 0
+    share: float = 0.0  # moving average of the share of selected rows
+    counts: dict[str, int | Tensor] = field(default_factory=dict)
+
+    def count(self, **more: int | Tensor) -> None:
+        """Add to the counters; those on the device stay there until somebody asks."""
+        for name, number in more.items():
+            self.counts[name] = self.counts.get(name, 0) + number
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over some images: logits of z, and (on demand) of z'."""
+
+    logits: Tensor
+    augmented: Callable[[], Tensor] | None = None
+    perturb: Perturb | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What was seen of some rows, and what each term of the loss selected of them."""
+
+    batch: Batch
+    host: Selection
+    plus: Selection
+
+    def at(self, index: Tensor) -> Terms:
+        """The same, of the rows `index` only."""
+        return Terms(self.batch.at(index), self.host.at(index), self.plus.at(index))
+
+
+class Engine:
+    """A model that moves: its parameters theta, its state, and the parts that every step shares."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        plus: Fata | None,
+        theta: Theta,
+        rate: Callable[[int], float],
+        vit: bool,
+        seed: int,
+    ) -> None:
+        self.model, self.method, self.plus, self.theta, self.rate = model, method, plus, theta, rate
+        self.vit, self.seed = vit, seed
+        self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
+        self.coupled = bool(batch_norms(model)) and method.batch_statistics
+        self.tap = Tap(model, plus.layer) if plus else None
+        self.source = theta.read()
+        self.fisher: Tensor | None = None
+        self.state = self.fresh()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def fresh(self) -> State:
+        """The state before the first batch."""
+        return State(self.source, torch.zeros_like(self.source))
+
+    def generator(self, purpose: str, device: str | None = None) -> torch.Generator:
+        """Draws for one purpose on this batch; they depend on (seed, batch, purpose) alone."""
+        return torch.Generator(device or self.device).manual_seed(self._seed(purpose))
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits of the images as the model stands, without a gradient."""
+        with torch.no_grad():
+            return self.forward(images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the images in full precision, with a gradient where it is enabled."""
+        self.state.count(rows_forward=len(images))
+        return logits_of(self.model(images), len(images))
+
+    def step(self, images: Tensor) -> Tensor:
+        """Predict a batch and learn from it; returns the logits of the clean images."""
+        if isinstance(self.method, OwnStep):
+            logits = self.method.step(self, images)
+        elif not self.theta.names:
+            logits = self.predict(images)
+        else:
+            logits = self._step(images)
+        self.state.batches += 1
+        return logits
+
+    def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:
+        """Descend. A gradient that is not finite moves nothing."""
+        state = self.state
+        fine = gradient.isfinite().all()
+        theta, velocity = sgd(state.theta, state.velocity, gradient, lr, nesterov)
+        state.theta = torch.where(fine, theta, state.theta)
+        state.velocity = torch.where(fine, velocity, state.velocity)
+        state.count(stepped=fine.long())
+
+    def move(self) -> None:
+        """Follow the model to another device."""
+        here, state = self.device, self.state
+        self.source = self.source.to(here)
+        self.fisher = None if self.fisher is None else self.fisher.to(here)
+        state.theta, state.velocity = state.theta.to(here), state.velocity.to(here)
+        state.host = {name: tensor.to(here) for name, tensor in state.host.items()}
+        state.plus = {name: tensor.to(here) for name, tensor in state.plus.items()}
+        state.counts = {name: int(number) for name, number in state.counts.items()}
+
+    def check(self, images: Tensor) -> None:
+        """Refuse what is no batch of images that the model could take."""
+        if not isinstance(images, Tensor):
+            raise TypeError(f"images must be a tensor, got {type(images).__name__}.")
+        if not images.is_floating_point():
+            raise TypeError(
+                f"images are {images.dtype}: give floating-point images, preprocessed as the model "
+                f"expects them (from bytes: images / 255, then mean and std)."
+            )
+        if images.ndim < 2 or not images.numel():
+            raise ValueError(
+                f"images of shape {tuple(images.shape)}: give a batch of at least one image."
+            )
+        if images.device != self.device:
+            raise ValueError(
+                f"images are on {images.device} and the model on {self.device}: move one of them."
+            )
+
+    def _step(self, images: Tensor) -> Tensor:
+        dense = self.coupled or self.state.share >= DENSE
+        with torch.set_grad_enabled(dense):
+            first = self._tapped(images)
+        seen = self._seen(images, first.logits)
+        host = self.method.select(seen, self.state.host)
+        plus = self.plus.select(seen) if self.plus else Selection.none(seen.entropy)
+        self.state.count(host=host.rows.sum(), plus=plus.rows.sum())
+        self._learn(first, Terms(seen, host, plus), dense)
+        if self.plus and first.perturb:
+            self.state.plus = self.plus.observe(first.perturb, self.state.plus)
+        return seen.logits
+
+    def _learn(self, first: Pass, terms: Terms, dense: bool) -> None:
+        """Gradient of the selected rows, update, observe, recover."""
+        state = self.state
+        chosen = torch.stack((terms.host.rows, terms.plus.rows)).cpu()  # the one wait for a device
+        share = chosen.any(0).float().mean().item()
+        state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
+        last = terms
+        if share and self.method.ascent is not None:
+            gradient, last = self._sharp(first, terms, chosen, dense)
+        elif share:
+            here, at = (first, terms) if dense else self._again(first, terms, chosen.any(0))
+            gradient = self._gradient(here, at, plus=bool(chosen[1].any()))
+        else:
+            gradient = None
+        if gradient is not None:
+            self.update(gradient + self._regulariser(), self.rate(len(terms.batch.images)))
+        state.host = self.method.observe(last.batch, last.host, state.host)
+        self._recover()
+        if gradient is not None:
+            self.theta.write(state.theta)
+
+    def _sharp(
+        self, first: Pass, terms: Terms, chosen: Tensor, dense: bool
+    ) -> tuple[Tensor | None, Terms]:
+        """SAM: climb on the host's loss alone, then the gradient of all terms up there."""
+        theta, rho = self.state.theta, self.method.ascent
+        there = theta
+        if rho is not None and chosen[0].any():
+            here, at = (first, terms) if dense else self._again(first, terms, chosen[0], tap=False)
+            there = ascend(theta, self._gradient(here, at, plus=False), rho)
+        with self.theta.at(there, back=theta):
+            second, last = self._again(first, terms, chosen.any(0))
+            again = self._seen(last.batch.images, second.logits)
+            host = self.method.select(again, self.state.host).among(last.host.rows)
+            plus = bool(chosen[1].any())
+            gradient = None
+            if plus or host.rows.any():
+                gradient = self._gradient(second, replace(last, host=host), plus=plus)
+        return gradient, Terms(again, host, last.plus)
+
+    def _again(
+        self, first: Pass, terms: Terms, rows: Tensor, tap: bool = True
+    ) -> tuple[Pass, Terms]:
+        """A pass with gradient over some rows of the batch."""
+        index = rows.nonzero()[:, 0].to(terms.batch.logits.device)
+        terms = terms.at(index)
+        with torch.enable_grad():
+            if tap and first.perturb:
+                return self._tapped(terms.batch.images, first.perturb.at(index)), terms
+            return Pass(self.forward(terms.batch.images)), terms
+
+    def _tapped(self, images: Tensor, perturb: Perturb | None = None) -> Pass:
+        """A pass that also knows z and, where gradients flow, the tail behind it."""
+        if self.tap is None or self.plus is None:
+            return Pass(self.forward(images))
+        rows = len(images)
+        self.state.count(rows_forward=rows)
+        recording = self.tap.record(images) if torch.is_grad_enabled() else self.tap.feature(images)
+        z = recording.z
+        if perturb is None:
+            axis = channel_axis(z, self.tap.target)
+            perturb = self.plus.perturb(z, axis, self.state.plus, self.generator("plus"))
+        if self.coupled and self.plus.bn_stats == "joint":
+            self.state.count(rows_tail=2 * rows)
+            both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
+            return Pass(both[:rows], lambda: both[rows:], perturb)
+
+        def augmented(perturb: Perturb = perturb) -> Tensor:
+            self.state.count(rows_tail=rows)
+            return logits_of(recording.tail(perturb(z)), rows)
+
+        return Pass(logits_of(recording.output, rows), augmented, perturb)
+
+    def _gradient(self, here: Pass, terms: Terms, plus: bool) -> Tensor:
+        """Gradient of the sum of the terms' weighted means."""
+        self.state.count(rows_backward=len(here.logits))
+        loss = weighted_mean(self.method.loss(here.logits), terms.host)
+        if plus and self.plus and here.augmented:
+            rows = self.plus.row_loss(here.augmented(), here.logits, terms.batch)
+            loss = loss + weighted_mean(rows, terms.plus)
+        return self.theta.gradient(loss)
+
+    def _regulariser(self) -> Tensor:
+        with torch.enable_grad():
+            theta = self.state.theta.detach().requires_grad_()
+            penalty = self.method.regulariser(theta, self.source, self.fisher)
+            if penalty is None:
+                return theta.new_zeros(())
+            return torch.autograd.grad(penalty, theta)[0]
+
+    def _recover(self) -> None:
+        """Back to the source where the method says so: weights, momentum and its own memory."""
+        state, lost = self.state, self.method.recover(self.state.host)
+        if lost is None:
+            return
+        state.count(recovered=lost.long())
+        if lost:
+            state.theta, state.velocity, state.host = self.source, torch.zeros_like(self.source), {}
+
+    def _seen(self, images: Tensor, logits: Tensor) -> Batch:
+        return Batch(images, logits.detach(), self.predict, self._seed("host"))
+
+    def _seed(self, purpose: str) -> int:
+        text = f"{self.seed}/{self.state.batches}/{purpose}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -1,0 +1,57 @@
+"""EATA's Fisher information: how much each parameter matters on clean images."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from fata.structure import listed
+
+if TYPE_CHECKING:
+    from fata.engine import Engine
+
+FisherData = Iterable[Any] | Mapping[str, Tensor]
+
+
+def fisher(engine: Engine, data: FisherData) -> Tensor:
+    """The mean over batches of the squared gradient of the loss at the model's own labels.
+
+    Args:
+        engine: at the source weights.
+        data: batches of clean images, or (images, labels) as a DataLoader gives them; or a Fisher
+            that was computed before, by parameter.
+    """
+    theta = engine.theta
+    if isinstance(data, Mapping):
+        if set(data) != set(theta.names):
+            raise ValueError(
+                f"fisher_data: a Fisher of other parameters ({listed(data, 6)}) than those that "
+                f"adapt ({listed(theta.names, 6)})."
+            )
+        return theta.join([data[name] for name in theta.names]).to(engine.device)
+    if not isinstance(data, Iterable):
+        raise TypeError(f"fisher_data must give batches of images, got {type(data).__name__}.")
+    total, batches = torch.zeros_like(engine.source), 0
+    console = Console(stderr=True)
+    for batch in track(
+        data, "Fisher", console=console, transient=True, disable=not sys.stderr.isatty()
+    ):
+        images = batch[0] if isinstance(batch, tuple | list) else batch
+        engine.check(images)
+        with torch.inference_mode(False), torch.enable_grad():
+            logits = engine.forward(images.detach().clone())
+            total += theta.gradient(F.cross_entropy(logits, logits.argmax(1))).square()
+        batches += 1
+    if not batches:
+        raise ValueError(
+            "fisher_data gave no batch: EATA's penalty needs batches of clean images "
+            "(about 500 images suffice); leave fisher_data out for ETA."
+        )
+    return total / batches

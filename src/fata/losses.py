@@ -1,0 +1,36 @@
+"""What is minimised on a row, and the mean over the rows of a term."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fata.selection import Selection
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """H(o) = -sum_c p_c log p_c of each row, in nats."""
+    log_probs = F.log_softmax(logits, 1)
+    return -(log_probs.exp() * log_probs).sum(1)
+
+
+def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
+    """-sum_c q_c log p_c of each row, with q the softmax of `target_logits`."""
+    return -(target_logits.softmax(1) * F.log_softmax(logits, 1)).sum(1)
+
+
+def marginal_entropy(logits: Tensor) -> Tensor:
+    """Entropy of the mean prediction of all rows (MEMO), in log space; a scalar."""
+    log_mean = F.log_softmax(logits, 1).logsumexp(0) - torch.tensor(len(logits)).log()
+    return -(log_mean.exp() * log_mean).sum()
+
+
+def weighted_mean(values: Tensor, selection: Selection) -> Tensor:
+    """Mean of weight x value over the selected rows; 0 where none is selected.
+
+    It divides by the number of selected rows, never by the batch. Rows that are not selected are
+    cut off before the product, so that a non-finite one cannot reach the sum.
+    """
+    weighted = torch.where(selection.rows, selection.weights * values, 0)
+    return weighted.sum() / selection.rows.sum().clamp(min=1)

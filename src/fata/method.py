@@ -1,0 +1,144 @@
+"""What a method is: which rows to learn from, with what weight, and what to minimise on a row."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from fata.losses import entropy
+from fata.selection import Selection
+
+if TYPE_CHECKING:
+    from fata.engine import Engine
+
+Memory = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """What one pass over some images gave: all that a method may look at."""
+
+    images: Tensor
+    logits: Tensor  # (B, C), full precision, no graph
+    look: Callable[[Tensor], Tensor]  # logits of other images, same weights, no gradient
+    seed: int  # for this method's draws on this batch
+
+    @property
+    def classes(self) -> int:
+        """Number of classes, C."""
+        return self.logits.shape[1]
+
+    @cached_property
+    def probs(self) -> Tensor:
+        """Softmax of the logits."""
+        return self.logits.softmax(1)
+
+    @cached_property
+    def entropy(self) -> Tensor:
+        """H of each row, in nats."""
+        return entropy(self.logits)
+
+    @cached_property
+    def pseudo_label(self) -> Tensor:
+        """The class that each row is predicted to be."""
+        return self.logits.argmax(1)
+
+    @property
+    def generator(self) -> torch.Generator:
+        """A new generator for the method's draws: the same ones each time it is asked for."""
+        return torch.Generator(self.logits.device).manual_seed(self.seed)
+
+    def at(self, index: Tensor) -> Batch:
+        """The same pass, of the rows `index` only."""
+        return dataclasses.replace(self, images=self.images[index], logits=self.logits[index])
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A method of the family; the defaults are TENT's, but for the rows, which each one selects.
+
+    `select` is pure: the same batch and memory give the same rows. `observe` is the only place
+    where memory changes. The engine does the rest.
+    """
+
+    name: ClassVar[str]
+    params: ClassVar[str | None] = "truncated"  # None: nothing adapts
+    batch_statistics: ClassVar[bool] = True  # BatchNorm on the batch at hand; else running ones
+
+    def __post_init__(self) -> None:
+        """Refuse fields out of range."""
+
+    @property
+    def prior(self) -> float:
+        """Weight of BatchNorm's running statistics against the batch's; 0 = the batch alone."""
+        return 0.0
+
+    @property
+    def ascent(self) -> float | None:
+        """SAM's rho; None: a plain step."""
+        return None
+
+    def select(self, batch: Batch, memory: Memory) -> Selection:
+        """Rows to learn from and their weights."""
+        raise NotImplementedError(f"{type(self).__name__} must say which rows it selects")
+
+    def loss(self, logits: Tensor) -> Tensor:
+        """What to minimise on each row."""
+        return entropy(logits)
+
+    def regulariser(self, theta: Tensor, source: Tensor, fisher: Tensor | None) -> Tensor | None:
+        """A penalty on the parameters, added to the loss of every step that is taken."""
+        return None
+
+    def observe(self, batch: Batch, selection: Selection, memory: Memory) -> Memory:
+        """The memory after a batch: of what this method selected, never of another term's."""
+        return memory
+
+    def recover(self, memory: Memory) -> Tensor | None:
+        """Whether to go back to the source; a bool scalar, or None for a method that never does."""
+        return None
+
+    def fixed_rate(self, vit: bool) -> float | None:
+        """The method's own learning rate, or None for that of the preset."""
+        return None
+
+
+class OwnStep(Method):
+    """A method whose batch goes another way (a teacher, one image at a time)."""
+
+    def select(self, batch: Batch, memory: Memory) -> Selection:
+        """No row by the common way."""
+        return Selection.none(batch.entropy)
+
+    def step(self, engine: Engine, images: Tensor) -> Tensor:
+        """Predict a batch and learn from it; returns the logits."""
+        raise NotImplementedError(f"{type(self).__name__} must say how it steps")
+
+
+def in_range(
+    owner: object, field: str, low: float, high: float = math.inf, *, hint: str = ""
+) -> None:
+    """Refuse a field that is no number in [low, high]."""
+    value = getattr(owner, field)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not low <= value <= high:
+        bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
+        raise ValueError(
+            f"{type(owner).__name__}({field}={value!r}): must be a number {bounds}{hint}."
+        )
+
+
+def is_threshold(owner: object, field: str) -> None:
+    """Refuse an entropy threshold that is not in units of ln C."""
+    value = getattr(owner, field)
+    if value != math.inf and not (isinstance(value, int | float) and 0 < value <= 1):
+        raise ValueError(
+            f"{type(owner).__name__}({field}={value!r}): entropy thresholds are in units of ln C: "
+            f"above 0 and at most 1 (the papers use 0.4 and 0.5), or math.inf for no filter."
+        )

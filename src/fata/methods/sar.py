@@ -1,0 +1,62 @@
+"""SAR: sharpness-aware and reliable entropy minimisation (Niu et al., ICLR 2023).
+
+    min_theta  mean_S  max_{|eps| <= rho} H(x; theta + eps),      S = {H < E0},  E0 = 0.4 ln C
+
+SAM climbs to theta + eps on the reliable rows; of those, the rows that are still reliable there
+give the gradient of the step from theta. The mean entropy of the second pass is averaged
+(0.9 / 0.1); where the average falls under 0.2 the model has collapsed and goes back to the source.
+
+The released code keeps its average and SGD's momentum through a recovery; here weights, momentum
+and average are cleared together. The second pass sees the selected rows only, as in the code behind
+the FATA paper's tables.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fata.losses import weighted_mean
+from fata.method import Batch, Memory, Method, in_range, is_threshold
+from fata.selection import Selection, reliable
+
+
+@dataclass(frozen=True)
+class Sar(Method):
+    """Learns from reliable rows by SAM, and recovers from a collapse."""
+
+    threshold: float = 0.4
+    rho: float = 0.05
+    recovery: float = 0.2
+
+    name: ClassVar[str] = "sar"
+
+    def __post_init__(self) -> None:
+        """Refuse fields out of range."""
+        is_threshold(self, "threshold")
+        in_range(self, "rho", 0)
+        in_range(self, "recovery", 0, hint=" nats (0: never recover)")
+
+    @property
+    def ascent(self) -> float:
+        """SAM's rho."""
+        return self.rho
+
+    def select(self, batch: Batch, memory: Memory) -> Selection:
+        """Reliable rows, with weight 1."""
+        rows = reliable(batch.entropy, self.threshold, batch.classes)
+        return Selection(rows, batch.entropy.new_ones(()))
+
+    def observe(self, batch: Batch, selection: Selection, memory: Memory) -> Memory:
+        """Average the entropy of the second pass; stay where it selected none."""
+        now = weighted_mean(batch.entropy, selection)
+        old = memory.get("entropy", torch.full_like(now, torch.inf))
+        moved = torch.where(old.isinf(), now, 0.9 * old + 0.1 * now)
+        return {"entropy": torch.where(selection.rows.any(), moved, old)}
+
+    def recover(self, memory: Memory) -> Tensor | None:
+        """Whether the average entropy is lower than any healthy model's."""
+        return memory["entropy"] < self.recovery if memory else None

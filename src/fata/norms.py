@@ -1,0 +1,101 @@
+"""Normalisation layers: finding them, and what BatchNorm normalises with."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+# Layers of other libraries that normalise without being a subclass of torch's own.
+_BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether the module normalises and then scales (and shifts) by parameters of its own."""
+    known = isinstance(module, _BatchNorm | nn.GroupNorm | nn.LayerNorm)
+    own = list(module.parameters(recurse=False))
+    named = bool(_BY_NAME.search(type(module).__name__)) and all(p.ndim == 1 for p in own)
+    return bool(own) and (known or named)
+
+
+def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every normalisation layer that has parameters, by name, in the order of registration."""
+    return ((name, module) for name, module in model.named_modules() if is_norm(module))
+
+
+def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+    """Every BatchNorm layer; while there is one, the rows of a batch see each other."""
+    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+class BatchStatistics:
+    """Makes every BatchNorm of a model normalise with the batch at hand; `remove` undoes it.
+
+    The running statistics are neither used nor changed. A layer that gets one value a channel (a
+    single image on a 1x1 map) has no batch statistics and uses the running ones.
+
+    With a `prior` of N the statistics are the running ones and the batch's, mixed N : 1 (MEMO's
+    reading of a single image: N = 16).
+    """
+
+    def __init__(self, model: nn.Module, prior: float = 0.0) -> None:
+        self._share = prior / (prior + 1)
+        self._active = True
+        self._layers = [
+            (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
+        ]
+        self._handles: list[RemovableHandle] = []
+        for layer, _, _ in self._layers:
+            layer.track_running_stats = False  # in train mode: the batch's, running ones untouched
+            if prior:
+                self._handles.append(layer.register_forward_pre_hook(self._mix))
+                self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
+            else:
+                self._handles.append(layer.register_forward_pre_hook(self._choose))
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """The running statistics inside the context."""
+        self._active = False
+        try:
+            yield
+        finally:
+            self._active = True
+
+    def remove(self) -> None:
+        """Take the hooks off and set every flag as it was."""
+        for handle in self._handles:
+            handle.remove()
+        for layer, training, track in self._layers:
+            layer.training, layer.track_running_stats = training, track
+
+    def _choose(self, layer: _BatchNorm, args: tuple[Tensor, ...]) -> None:
+        values = args[0].numel() // args[0].shape[1]
+        layer.training = (self._active and values > 1) or layer.running_mean is None
+
+    def _mix(self, layer: _BatchNorm, args: tuple[Tensor, ...]) -> None:
+        mean, var = layer.running_mean, layer.running_var
+        if mean is None or var is None:
+            layer.training = True
+            return
+        layer.training = False
+        if not self._active:
+            return
+        layer._fata_running = (mean, var)  # type: ignore[assignment]
+        x = args[0].detach()
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        batch_var, batch_mean = torch.var_mean(x.float(), axes, correction=0)
+        layer.running_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
+        layer.running_var = torch.lerp(batch_var.to(var.dtype), var, self._share)
+
+    @staticmethod
+    def _unmix(layer: _BatchNorm, args: Any, output: Any) -> None:
+        running = layer.__dict__.pop("_fata_running", None)
+        if running is not None:
+            layer.running_mean, layer.running_var = running

@@ -1,0 +1,33 @@
+"""Logits out of whatever a classifier returns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def logits_of(output: Any, rows: int) -> Tensor:
+    """The (rows, classes) logits of a model's output, in full precision.
+
+    Takes a tensor, an object or a dict with `logits` (Hugging Face), or a tuple led by the tensor.
+    """
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("logits")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "logits", output[0] if isinstance(output, tuple) else None)
+    if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != rows:
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        raise ValueError(
+            f"the model must map {rows} images to logits of shape ({rows}, classes), or to an "
+            f"object with such `.logits`; it gave {type(output).__name__}{shape}."
+        )
+    if found.shape[1] < 2:
+        raise ValueError(
+            f"the model gives {found.shape[1]} class a row; adaptation by entropy needs at least "
+            f"two. A single sigmoid output can be given as two logits, (0, o)."
+        )
+    return found.to(torch.promote_types(found.dtype, torch.float32))

@@ -1,0 +1,114 @@
+"""The parameters that adapt: which ones, and all of them as one flat vector."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from fata.norms import norm_layers
+from fata.structure import listed, near, truncated
+
+Params = str | Sequence[str]
+SETS = ("all", "truncated", "weights", "every")
+
+
+def choose(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
+    """The parameters of a set, by name.
+
+    Args:
+        model: the model that adapts.
+        params: `all` normalisation layers; `truncated`: without the last stage or last three
+            blocks and what comes behind; `weights`: every weight and bias of the model; `every`
+            parameter; or names of parameters or of modules.
+    """
+    named = dict(model.named_parameters())
+    if isinstance(params, str):
+        if params not in SETS:
+            raise ValueError(
+                f"params={params!r}: choose one of {', '.join(map(repr, SETS))}, or give a list "
+                f"of names of parameters or modules."
+            )
+        if params == "every":
+            return named
+        if params == "weights":
+            return {n: p for n, p in named.items() if n.rpartition(".")[2] in ("weight", "bias")}
+        every = [name for name, _ in norm_layers(model)]
+        if not every:
+            raise ValueError(
+                f"{type(model).__name__} has no normalisation layer with parameters to adapt "
+                f"(BatchNorm, GroupNorm, LayerNorm, RMSNorm). Name the parameters that should "
+                f"adapt: params=[...]."
+            )
+        params = every if params == "all" else truncated(model)
+    return _named(model, named, params)
+
+
+def _named(
+    model: nn.Module, named: dict[str, nn.Parameter], names: Sequence[str]
+) -> dict[str, nn.Parameter]:
+    found: dict[str, nn.Parameter] = {}
+    for name in names:
+        inside = {n: p for n, p in named.items() if n == name or n.startswith(f"{name}.")}
+        if not inside:
+            raise ValueError(
+                f"params: {name!r} is no parameter and no module with parameters of "
+                f"{type(model).__name__}.{near(name, named)} Known: {listed(named)}."
+            )
+        found |= inside
+    if not found:
+        raise ValueError("params=[]: name at least one parameter or module to adapt.")
+    return found
+
+
+class Theta:
+    """Parameters of a model as one flat vector of full precision, and their places in the model.
+
+    The vector is the truth and the model a copy of it: a half-precision model would lose small
+    steps, SAM comes back from its climb bit for bit, and a snapshot is one tensor.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        self.names = list(named)
+        self.parameters: list[Tensor] = list(named.values())
+        self.sizes = [p.numel() for p in self.parameters]
+        wide = any(p.dtype == torch.float64 for p in self.parameters)
+        self.dtype = torch.float64 if wide else torch.float32
+
+    def read(self) -> Tensor:
+        """The vector that the model holds now."""
+        return self.join(p.detach() for p in self.parameters)
+
+    def write(self, theta: Tensor) -> None:
+        """Give the model these values."""
+        if not self.parameters:
+            return
+        with torch.no_grad():
+            torch._foreach_copy_(self.parameters, self.split(theta))
+
+    @contextmanager
+    def at(self, there: Tensor, back: Tensor) -> Iterator[None]:
+        """The model at `there` inside the context, at `back` after it."""
+        self.write(there)
+        try:
+            yield
+        finally:
+            self.write(back)
+
+    def gradient(self, loss: Tensor) -> Tensor:
+        """Gradient of a loss; zero for parameters that had no part in it."""
+        found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        pairs = zip(found, self.parameters, strict=True)
+        return self.join(torch.zeros_like(p) if g is None else g for g, p in pairs)
+
+    def join(self, tensors: Iterator[Tensor] | Sequence[Tensor]) -> Tensor:
+        """One flat vector of tensors that have the parameters' shapes."""
+        parts = [tensor.reshape(-1).to(self.dtype) for tensor in tensors]
+        return torch.cat(parts) if parts else torch.zeros(0, dtype=self.dtype)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat vector, in the parameters' shapes."""
+        pairs = zip(torch.split(flat, self.sizes), self.parameters, strict=True)
+        return [part.view(p.shape) for part, p in pairs]

@@ -1,0 +1,162 @@
+"""The state of an adapter: what moved and what is remembered, never the whole model.
+
+Parameters, momentum, the method's memory, FATA's moving average, the counters. Noise is drawn from
+(seed, batch number), so these two numbers are the generator. `meta` says whose state it is. A file
+is one safetensors file that is whole or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fata.engine import Engine, State
+from fata.methods import describe, spec_of
+from fata.structure import listed
+
+FORMAT = 1
+
+
+class StateError(RuntimeError):
+    """A state that does not belong here or cannot be read; nothing was changed."""
+
+
+def pack(engine: Engine, source: str) -> dict[str, Any]:
+    """The state as tensors by name, and `meta`; `source` is the model's fingerprint."""
+    state, theta = engine.state, engine.theta
+    groups = {
+        "parameter": dict(zip(theta.names, theta.split(state.theta), strict=True)),
+        "momentum": dict(zip(theta.names, theta.split(state.velocity), strict=True)),
+        "host": state.host,
+        "plus": state.plus,
+    }
+    tensors = {
+        f"{group}.{name}": tensor.clone()
+        for group, members in groups.items()
+        for name, tensor in members.items()
+    }
+    meta = {
+        "format": FORMAT,
+        "method": describe(engine.method),
+        "plus": describe(engine.plus) if engine.plus else None,
+        "layer": engine.tap.layer if engine.tap else None,
+        "fisher": engine.fisher is not None,
+        "source": source,
+        "seed": engine.seed,
+        "batches": state.batches,
+        "share": state.share,
+        "counts": {name: int(number) for name, number in state.counts.items()},
+    }
+    return {**tensors, "meta": meta}
+
+
+def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
+    """The state that `pack` made, once it is sure to belong to this engine."""
+    mine, meta = pack(engine, source), packed.get("meta")
+    if not isinstance(meta, Mapping) or "format" not in meta:
+        raise StateError("this is not the state of an adapter: it has no 'meta'")
+    _refuse_other(mine["meta"], meta)
+    shapes = {name: tuple(tensor.shape) for name, tensor in packed.items() if name != "meta"}
+    for name, tensor in mine.items():
+        if name.startswith(("parameter.", "momentum.")) and shapes.get(name) != tuple(tensor.shape):
+            adapts = [n.removeprefix("parameter.") for n in shapes if n.startswith("parameter.")]
+            raise StateError(
+                f"the state adapts other parameters ({listed(adapts, 4)}) than this adapter "
+                f"({listed(engine.theta.names, 4)})"
+            )
+
+    def group(prefix: str) -> dict[str, Tensor]:
+        names = [name for name in shapes if name.startswith(prefix)]
+        return {n.removeprefix(prefix): packed[n].to(engine.device, copy=True) for n in names}
+
+    def vector(prefix: str) -> Tensor:
+        parts = group(prefix)
+        return engine.theta.join([parts[name] for name in engine.theta.names])
+
+    return State(
+        vector("parameter."),
+        vector("momentum."),
+        group("host."),
+        group("plus."),
+        meta["batches"],
+        meta["share"],
+        dict(meta["counts"]),
+    )
+
+
+def _refuse_other(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    if other["format"] != FORMAT:
+        raise StateError(
+            f"the state has format {other['format']!r}; this version of fata reads {FORMAT}"
+        )
+    here, there = (spec_of(meta["method"], meta["plus"]) for meta in (mine, other))
+    if here != there:
+        raise StateError(f"the state is of method {there!r}; this adapter runs {here!r}")
+    if mine["layer"] != other["layer"]:
+        raise StateError(
+            f"the state has FATA at layer {other['layer']!r}; this adapter taps {mine['layer']!r}"
+        )
+    if mine["fisher"] != other["fisher"]:
+        with_, without = "with", "without"
+        raise StateError(
+            f"the state was adapted {with_ if other['fisher'] else without} Fisher data, and this "
+            f"adapter was made {with_ if mine['fisher'] else without}"
+        )
+    if mine["source"] != other["source"]:
+        raise StateError(
+            f"the state belongs to a model with other source weights ({other['source'][:8]}...) "
+            f"than this one ({mine['source'][:8]}...)"
+        )
+
+
+def fingerprint(engine: Engine) -> str:
+    """Hash of the source weights: the model's tensors, those that moved at their source values."""
+    digest = hashlib.sha256()
+    moved = dict(zip(engine.theta.names, engine.theta.split(engine.source), strict=True))
+    for name, tensor in engine.model.state_dict().items():
+        values = moved.get(name, tensor).detach().to("cpu", tensor.dtype).contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
+    """Write a state under a temporary name and rename it: no reader ever sees half a file."""
+    path = Path(path)
+    tensors = {name: tensor.contiguous() for name, tensor in packed.items() if name != "meta"}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        save_file(tensors, temporary, metadata={"meta": json.dumps(packed["meta"])})
+        os.fsync(handle)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(handle)
+
+
+def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a state, or say what is wrong with the file."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no state at {str(path)!r}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            meta = (file.metadata() or {}).get("meta")
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+    except SafetensorError as error:
+        raise StateError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
+    if meta is None:
+        raise StateError(f"{str(path)!r} is a safetensors file, but not the state of an adapter")
+    return {**tensors, "meta": json.loads(meta)}

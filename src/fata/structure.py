@@ -1,0 +1,149 @@
+"""What a network is made of, read off its modules: stages, stacks of equal blocks, the trunk.
+
+Nothing here knows the names of any one network. The *trunk* is the row of siblings that holds most
+of the network's normalisation layers: `layer1`..`layer4` of a ResNet, `blocks` of a ViT, `stages`
+of a ConvNeXt, `features` of a torchvision network.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from fata.norms import is_norm, norm_layers
+
+_STRIDED = (nn.Conv1d, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
+
+
+@dataclass(frozen=True)
+class Trunk:
+    """The siblings that carry a network, in order, by full name."""
+
+    names: tuple[str, ...]
+    equal: bool  # one block again and again, as in a ViT; else stages
+    cut: int  # where the last stage begins
+
+    @property
+    def tap(self) -> str:
+        """Where FATA taps by default: after stage 3 of 4, after the last block but one."""
+        return self.names[self.cut - 1] if not self.equal else self.names[-2]
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """The last stage, or the last three blocks: what `truncated` leaves out."""
+        if self.equal:
+            return self.names[-min(3, len(self.names) - 1) :]
+        return self.names[self.cut :]
+
+
+def trunk(model: nn.Module) -> Trunk | None:
+    """The trunk of a network, or None where no module has two siblings with parameters."""
+    sizes = {tuple(group): _size(model, group) for group in _sibling_groups(model)}
+    if not sizes:
+        return None
+    best = max(sizes, key=lambda group: sizes[group])  # of equal ones the outer: it comes first
+    while inner := [
+        group
+        for group in sizes
+        if any(group[0].startswith(f"{name}.") for name in best)
+        and 0 < 0.8 * sizes[best][0] <= sizes[group][0]  # Sequential(network, head) and the like
+    ]:
+        best = max(inner, key=lambda group: sizes[group])
+    modules = [model.get_submodule(name) for name in best]
+    equal = len({_signature(module) for module in modules}) == 1
+    return Trunk(best, equal, _last_stage(modules))
+
+
+def auto_layer(model: nn.Module) -> str:
+    """The layer that FATA taps when none is named."""
+    found = trunk(model)
+    if found is None:
+        raise ValueError(
+            f"Fata(layer='auto'): no stages and no stack of blocks found in "
+            f"{type(model).__name__}. Name a layer: {listed(layers(model))}."
+        )
+    return found.tap
+
+
+def layers(model: nn.Module) -> list[str]:
+    """Candidates for `Fata(layer=...)`, in order: the trunk's parts and what comes before them."""
+    found = trunk(model)
+    names = [name for name, _ in model.named_modules() if name]
+    if found is None:
+        return names
+    parents = {name.rpartition(".")[0] for name in found.names}
+    outer = {parent[:i] for parent in parents for i in range(len(parent) + 1)}
+    before = names[: names.index(found.names[0])]
+    stem = [n for n in before if n.rpartition(".")[0] in outer and n not in outer]
+    return [*stem, *found.names]
+
+
+def truncated(model: nn.Module) -> list[str]:
+    """Normalisation layers without those of the last stage or last three blocks, and all behind.
+
+    Where that would leave none, all of them.
+    """
+    every = [name for name, _ in norm_layers(model)]
+    found = trunk(model)
+    if found is None:
+        return every
+    order = [name for name, _ in model.named_modules()]
+    end = order.index(found.last[0])
+    return [name for name in every if order.index(name) < end] or every
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """Names for an error message, quoted, the middle left out where there are many."""
+    quoted = [repr(name) for name in names]
+    if len(quoted) > most:
+        quoted = [*quoted[: most // 2], "...", *quoted[-most // 2 :]]
+    return ", ".join(quoted)
+
+
+def near(name: str, names: Iterable[str]) -> str:
+    """' Did you mean ...?' for an error message, or nothing where no known name is like it."""
+    close = difflib.get_close_matches(name, list(names), 3, 0.5)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _sibling_groups(model: nn.Module) -> Iterator[list[str]]:
+    """Rows of siblings with parameters: a container's children, or `name1`, `name2`, ..."""
+    for path, parent in model.named_modules():
+        prefix = f"{path}." if path else ""
+        groups: dict[str, list[str]] = {}
+        for name, child in parent.named_children():
+            if isinstance(parent, nn.Sequential | nn.ModuleList):
+                stem: str | None = ""
+            else:
+                numbered = re.fullmatch(r"(\D*?)_?\d+[a-z]?", name)
+                stem = numbered.group(1) if numbered else None
+            if stem is not None and any(True for _ in child.parameters()):
+                groups.setdefault(stem, []).append(prefix + name)
+        yield from (group for group in groups.values() if len(group) > 1)
+
+
+def _size(model: nn.Module, group: list[str]) -> tuple[int, int]:
+    """Normalisation layers, then parameters, in a row of siblings."""
+    modules = [model.get_submodule(name) for name in group]
+    norms = sum(is_norm(inner) for module in modules for inner in module.modules())
+    return norms, sum(p.numel() for module in modules for p in module.parameters())
+
+
+def _signature(module: nn.Module) -> tuple[object, ...]:
+    return (type(module), *(tuple(p.shape) for p in module.parameters()))
+
+
+def _last_stage(modules: list[nn.Module]) -> int:
+    """Index of the first module of the last stage: the one that halves the map for the last time.
+
+    Networks that show no stride (Swin) count their parts instead: the last one.
+    """
+    for index in range(len(modules) - 1, 0, -1):
+        for inner in modules[index].modules():
+            if isinstance(inner, _STRIDED) and inner.stride not in (1, (1, 1), (1,)):
+                return index
+    return len(modules) - 1

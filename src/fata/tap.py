@@ -1,0 +1,209 @@
+"""z and the tail of any nn.Module, without tracing or splitting it.
+
+A recorded pass keeps the layer's output z and what the modules before the layer returned.
+`tail(z')` calls the model again with those modules answering from memory and the layer answering
+z', so that only what comes after the layer is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fata.structure import auto_layer, layers, listed, near
+
+Answer = Callable[..., Any]
+
+
+class Tap:
+    """Records one layer of a model: `z, axis` of a pass, and the tail behind it."""
+
+    def __init__(self, model: nn.Module, layer: str) -> None:
+        self.model = model
+        self.layer = auto_layer(model) if layer == "auto" else layer
+        modules = dict(model.named_modules())
+        if self.layer not in modules or not self.layer:
+            raise ValueError(
+                f"Fata(layer={layer!r}): no such module in {type(model).__name__}."
+                f"{near(layer, modules)} Candidates: {listed(layers(model))}; "
+                f"fata.layers(model) lists them all."
+            )
+        self.target = modules[self.layer]
+        self._watched: list[nn.Module] | None = None  # modules that finish before the layer
+        self._cloned: set[nn.Module] = set()  # whose output is changed in place later in the pass
+
+    def record(self, images: Tensor) -> Recording:
+        """Run the model on the images, ready to run its tail again."""
+        if self._watched is None:
+            self._learn(images)
+        return self._run(images, self._watched or [])
+
+    def feature(self, images: Tensor) -> Recording:
+        """Run the model on the images and keep z alone; the recording has no tail."""
+        if self._watched is None:
+            self._learn(images)
+        return self._run(images, [])
+
+    def _learn(self, images: Tensor) -> None:
+        """One pass that watches every module, to find those whose answers the tail needs."""
+        with torch.no_grad():
+            recording = self._run(images, [m for m in self.model.modules() if m is not self.target])
+        self._watched = list(recording.memory)
+        self._cloned = recording.changed()
+
+    def _run(self, images: Tensor, watched: list[nn.Module]) -> Recording:
+        recording = Recording(self, images)
+        with _answering({m: recording.watch(m) for m in [*watched, self.target]}):
+            recording.output = self.model(images)
+        if recording.calls != 1:
+            times = "never called" if not recording.calls else f"called {recording.calls} times"
+            raise ValueError(
+                f"Fata(layer={self.layer!r}): the layer is {times} in one pass of "
+                f"{type(self.model).__name__}; it must be called exactly once. "
+                f"Candidates: {listed(layers(self.model))}."
+            )
+        return recording
+
+
+@dataclass
+class Recording:
+    """What one pass of a tapped model gave."""
+
+    tap: Tap
+    images: Tensor
+    output: Any = None
+    layer_output: Any = None
+    calls: int = 0
+    memory: dict[nn.Module, list[Any]] = field(default_factory=dict)
+    _frames: list[list[tuple[nn.Module, Any]]] = field(default_factory=lambda: [[]])
+    _versions: dict[int, list[int]] = field(default_factory=dict)  # by id of the output
+
+    @property
+    def z(self) -> Tensor:
+        """The layer's output; its first tensor where the layer gives several."""
+        return _first(self.layer_output, self.tap.layer)
+
+    def tail(self, z: Tensor) -> Any:
+        """The model's output if the layer had answered z.
+
+        z may have twice the rows of the pass: then every answer from memory is given twice over.
+        """
+        twice = len(z) == 2 * len(self.images)
+        images = torch.cat((self.images, self.images)) if twice else self.images
+        answers: dict[nn.Module, Answer] = {self.tap.target: self._answer_layer(z)}
+        for module, outputs in self.memory.items():
+            if twice:
+                outputs = [_doubled(output, len(self.images)) for output in outputs]
+            answers[module] = _from_memory(module, outputs, module in self.tap._cloned)
+        with _answering(answers):
+            return self.tap.model(images)
+
+    def watch(self, module: nn.Module) -> Answer:
+        """The module's own forward, with its answer noted down."""
+        forward = module.forward
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if module is self.tap.target:
+                self._begin_layer()
+                output = forward(*args, **kwargs)
+                self.layer_output = self._kept(module, output)
+                return output
+            if self.calls:  # behind the layer: nothing to remember
+                return forward(*args, **kwargs)
+            self._frames.append([])
+            output = forward(*args, **kwargs)
+            self._frames.pop()  # what ran inside is answered by this module as a whole
+            if not self.calls:
+                self._frames[-1].append((module, self._kept(module, output)))
+            return output
+
+        return watched
+
+    def changed(self) -> set[nn.Module]:
+        """Modules whose output was changed in place after they had given it."""
+        kept = {**self.memory, self.tap.target: [self.layer_output]}
+        return {
+            module
+            for module, outputs in kept.items()
+            if any(_versions(output) != self._versions[id(output)] for output in outputs)
+        }
+
+    def _begin_layer(self) -> None:
+        self.calls += 1
+        if self.calls == 1:
+            for module, output in (call for frame in self._frames for call in frame):
+                self.memory.setdefault(module, []).append(output)
+
+    def _kept(self, module: nn.Module, output: Any) -> Any:
+        if module in self.tap._cloned:
+            return _cloned(output)
+        self._versions.setdefault(id(output), _versions(output))
+        return output
+
+    def _answer_layer(self, z: Tensor) -> Answer:
+        return lambda *args, **kwargs: _with_first(self.layer_output, z)
+
+
+@contextmanager
+def _answering(answers: dict[nn.Module, Answer]) -> Iterator[None]:
+    """Let each module answer its calls with the given function instead of its forward."""
+    before = {module: module.__dict__.get("forward") for module in answers}
+    try:
+        for module, answer in answers.items():
+            module.__dict__["forward"] = answer
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
+
+
+def _from_memory(module: nn.Module, outputs: list[Any], clone: bool) -> Answer:
+    """Answer as often as there are outputs to give, then compute (a ReLU that is used again)."""
+    forward, rest = module.forward, iter(outputs)
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        for output in rest:
+            return _cloned(output) if clone else output
+        return forward(*args, **kwargs)
+
+    return answer
+
+
+def _first(output: Any, layer: str) -> Tensor:
+    found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
+    if found is None or not found.is_floating_point() or found.ndim < 2:
+        raise ValueError(
+            f"Fata(layer={layer!r}): the layer must give a floating tensor of (rows, ...), "
+            f"or several with such a one first; it gave {type(output).__name__}."
+        )
+    return found
+
+
+def _with_first(output: Any, z: Tensor) -> Any:
+    """The layer's output with its first tensor replaced by z."""
+    left = [z]
+    return tree_map(lambda leaf: left.pop() if left and isinstance(leaf, Tensor) else leaf, output)
+
+
+def _cloned(output: Any) -> Any:
+    return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
+
+
+def _doubled(output: Any, rows: int) -> Any:
+    def twice(leaf: Any) -> Any:
+        return torch.cat((leaf, leaf)) if isinstance(leaf, Tensor) and len(leaf) == rows else leaf
+
+    return tree_map(twice, output)
+
+
+def _versions(output: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -1,0 +1,116 @@
+"""Networks of a few thousand parameters, laid out like their full-size relatives.
+
+For tests, `fata check`, the demo and golden traces: four stages for a ResNet and twelve blocks for
+a vision transformer, so that "after stage 3" and "the last three blocks" mean what they mean there.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+NAMES = ("resnet_bn", "resnet_gn", "vit_ln")
+
+
+def build(name: str, classes: int = 10) -> nn.Module:
+    """An untrained network for 16 x 16 images: `resnet_bn`, `resnet_gn` or `vit_ln`."""
+    if name not in NAMES:
+        raise ValueError(f"unknown tiny network {name!r}: choose one of {', '.join(NAMES)}")
+    if name == "vit_ln":
+        return TinyViT(classes)
+    return TinyResNet(name.removeprefix("resnet_"), classes)
+
+
+class Residual(nn.Module):
+    """Two convolutions and a way around them."""
+
+    def __init__(self, norm: str, inside: int, outside: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False)
+        self.norm1 = _norm(norm, outside)
+        self.conv2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False)
+        self.norm2 = _norm(norm, outside)
+        same = inside == outside and stride == 1
+        self.down = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, inside, H, W) to (B, outside, H / stride, W / stride)."""
+        inner = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(self.norm2(self.conv2(inner)) + self.down(x))
+
+
+class TinyResNet(nn.Module):
+    """Stem, four stages of one block, linear head; BatchNorm (`bn`) or GroupNorm (`gn`)."""
+
+    def __init__(self, norm: str, classes: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.bn1 = _norm(norm, 8)
+        self.layer1 = nn.Sequential(Residual(norm, 8, 8, 1))
+        self.layer2 = nn.Sequential(Residual(norm, 8, 16, 2))
+        self.layer3 = nn.Sequential(Residual(norm, 16, 24, 2))
+        self.layer4 = nn.Sequential(Residual(norm, 24, 32, 2))
+        self.fc = nn.Linear(32, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of (B, 3, 16, 16) images."""
+        x = F.relu(self.bn1(self.conv1(x)))
+        for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = stage(x)
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Attention(nn.Module):
+    """Self-attention of two heads."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, N, D) to (B, N, D)."""
+        q, k, v = self.qkv(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attn = Attention(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, N, D) to (B, N, D)."""
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+
+
+class TinyViT(nn.Module):
+    """Sixteen patches and a class token, twelve blocks."""
+
+    def __init__(self, classes: int, dim: int = 16) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, dim, 4, stride=4)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 17, dim))
+        self.blocks = nn.Sequential(*[Block(dim) for _ in range(12)])
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of (B, 3, 16, 16) images."""
+        patches = self.patch_embed(x).flatten(2).mT
+        tokens = torch.cat([self.cls_token.expand(len(x), 1, -1), patches], 1)
+        tokens = self.norm(self.blocks(tokens + self.pos_embed))
+        return self.head(tokens[:, 0])  # type: ignore[no-any-return]
+
+
+def _norm(kind: str, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if kind == "bn" else nn.GroupNorm(4, channels)

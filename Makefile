@@ -15,7 +15,7 @@ demo: $(VENV)/.installed
 
 test: lint
 	@echo "== tests"
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2
 
 lint: $(VENV)/.installed
 	@echo "== ruff"

@@ -16,7 +16,7 @@ TABLE = {
     "sar": {},
     "deyo": {"plpd_threshold": 0.0},
     "cotta": {"views": 2, "restore": 0.01},
-    "memo": {"views": 3},
+    "memo": {"views": 2},
     "fata": {},
     "tent+fata": {},
     "eata+fata": EATA,

@@ -57,7 +57,7 @@ class Case:
 
     def stream(self) -> list[Tensor]:
         """Batches of images that are partly easy and partly hard for the network."""
-        return list(images(64 if self.rows > 1 else 16).split(self.rows))
+        return list(images(48 if self.rows > 1 else 10).split(self.rows))
 
     @property
     def common(self) -> bool:

@@ -66,7 +66,10 @@ def auto_layer(model: nn.Module) -> str:
             f"Fata(layer='auto'): no stages and no stack of blocks found in "
             f"{type(model).__name__}. Name a layer: {listed(layers(model))}."
         )
-    return found.tap
+    layer = found.tap
+    while isinstance(model.get_submodule(layer), nn.ModuleList):  # is never called itself
+        layer += f".{len(list(model.get_submodule(layer).children())) - 1}"
+    return layer
 
 
 def layers(model: nn.Module) -> list[str]:
@@ -137,13 +140,20 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
     return (type(module), *(tuple(p.shape) for p in module.parameters()))
 
 
+def _halves(module: nn.Module) -> bool:
+    """Whether a stride makes the map smaller; attention may stride over its keys without that."""
+    if isinstance(module, _STRIDED):
+        return module.stride not in (1, (1, 1), (1,))
+    attends = re.search("attention|attn", type(module).__name__, re.IGNORECASE)
+    return not attends and any(_halves(child) for child in module.children())
+
+
 def _last_stage(modules: list[nn.Module]) -> int:
     """Index of the first module of the last stage: the one that halves the map for the last time.
 
     Networks that show no stride (Swin) count their parts instead: the last one.
     """
     for index in range(len(modules) - 1, 0, -1):
-        for inner in modules[index].modules():
-            if isinstance(inner, _STRIDED) and inner.stride not in (1, (1, 1), (1,)):
-                return index
+        if _halves(modules[index]):
+            return index
     return len(modules) - 1

@@ -71,6 +71,15 @@ class Tap:
         return recording
 
 
+@dataclass(frozen=True)
+class Call:
+    """What a module answered, and the versions that its tensors had then."""
+
+    module: nn.Module
+    output: Any
+    versions: list[int]
+
+
 @dataclass
 class Recording:
     """What one pass of a tapped model gave."""
@@ -81,13 +90,13 @@ class Recording:
     layer_output: Any = None
     calls: int = 0
     memory: dict[nn.Module, list[Any]] = field(default_factory=dict)
-    _frames: list[list[tuple[nn.Module, Any]]] = field(default_factory=lambda: [[]])
-    _versions: dict[int, list[int]] = field(default_factory=dict)  # by id of the output
+    _frames: list[list[Call]] = field(default_factory=lambda: [[]])
+    _kept: list[Call] = field(default_factory=list)
 
     @property
     def z(self) -> Tensor:
-        """The layer's output; its first tensor where the layer gives several."""
-        return _first(self.layer_output, self.tap.layer)
+        """The layer's output; where it gives several tensors, the first with a row an image."""
+        return _first(self.layer_output, len(self.images), self.tap.layer)
 
     def tail(self, z: Tensor) -> Any:
         """The model's output if the layer had answered z.
@@ -112,7 +121,8 @@ class Recording:
             if module is self.tap.target:
                 self._begin_layer()
                 output = forward(*args, **kwargs)
-                self.layer_output = self._kept(module, output)
+                self._kept.append(self._call(module, output))
+                self.layer_output = self._kept[-1].output
                 return output
             if self.calls:  # behind the layer: nothing to remember
                 return forward(*args, **kwargs)
@@ -120,34 +130,28 @@ class Recording:
             output = forward(*args, **kwargs)
             self._frames.pop()  # what ran inside is answered by this module as a whole
             if not self.calls:
-                self._frames[-1].append((module, self._kept(module, output)))
+                self._frames[-1].append(self._call(module, output))
             return output
 
         return watched
 
     def changed(self) -> set[nn.Module]:
         """Modules whose output was changed in place after they had given it."""
-        kept = {**self.memory, self.tap.target: [self.layer_output]}
-        return {
-            module
-            for module, outputs in kept.items()
-            if any(_versions(output) != self._versions[id(output)] for output in outputs)
-        }
+        return {call.module for call in self._kept if _versions(call.output) != call.versions}
 
     def _begin_layer(self) -> None:
         self.calls += 1
         if self.calls == 1:
-            for module, output in (call for frame in self._frames for call in frame):
-                self.memory.setdefault(module, []).append(output)
+            self._kept = [call for frame in self._frames for call in frame]
+            for call in self._kept:
+                self.memory.setdefault(call.module, []).append(call.output)
 
-    def _kept(self, module: nn.Module, output: Any) -> Any:
-        if module in self.tap._cloned:
-            return _cloned(output)
-        self._versions.setdefault(id(output), _versions(output))
-        return output
+    def _call(self, module: nn.Module, output: Any) -> Call:
+        output = _cloned(output) if module in self.tap._cloned else output
+        return Call(module, output, _versions(output))
 
     def _answer_layer(self, z: Tensor) -> Answer:
-        return lambda *args, **kwargs: _with_first(self.layer_output, z)
+        return lambda *args, **kwargs: _with(self.layer_output, self.z, z)
 
 
 @contextmanager
@@ -178,20 +182,21 @@ def _from_memory(module: nn.Module, outputs: list[Any], clone: bool) -> Answer:
     return answer
 
 
-def _first(output: Any, layer: str) -> Tensor:
-    found = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)), None)
-    if found is None or not found.is_floating_point() or found.ndim < 2:
-        raise ValueError(
-            f"Fata(layer={layer!r}): the layer must give a floating tensor of (rows, ...), "
-            f"or several with such a one first; it gave {type(output).__name__}."
-        )
-    return found
+def _first(output: Any, rows: int, layer: str) -> Tensor:
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1:
+            if len(leaf) == rows:
+                return leaf
+    found = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    raise ValueError(
+        f"Fata(layer={layer!r}): the layer must give a floating tensor of {rows} rows, one an "
+        f"image; it gave {type(output).__name__} with tensors of shape {found}. Tap another layer."
+    )
 
 
-def _with_first(output: Any, z: Tensor) -> Any:
-    """The layer's output with its first tensor replaced by z."""
-    left = [z]
-    return tree_map(lambda leaf: left.pop() if left and isinstance(leaf, Tensor) else leaf, output)
+def _with(output: Any, z: Tensor, other: Tensor) -> Any:
+    """The layer's output with z replaced."""
+    return tree_map(lambda leaf: other if leaf is z else leaf, output)
 
 
 def _cloned(output: Any) -> Any:

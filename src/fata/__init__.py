@@ -5,7 +5,9 @@ from importlib.metadata import version
 from fata import tiny
 from fata.adapter import Adapter, adapt
 from fata.augment import Fata
+from fata.method import Batch, Memory, Method
 from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
+from fata.selection import Selection
 from fata.state import StateError
 from fata.structure import layers
 
@@ -13,13 +15,17 @@ __version__ = version("fata")
 
 __all__ = [
     "Adapter",
+    "Batch",
     "Cotta",
     "Deyo",
     "Eata",
     "Fata",
     "Memo",
+    "Memory",
+    "Method",
     "Norm",
     "Sar",
+    "Selection",
     "Source",
     "StateError",
     "Tent",

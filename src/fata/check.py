@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from fata import tiny
 from fata.adapter import Adapter
 from fata.augment import Fata
+from fata.losses import entropy
 from fata.method import Batch, Memory, Method, OwnStep
 from fata.methods import Norm, Source, describe
 from fata.norms import BatchStatistics
-from fata.selection import Selection
+from fata.selection import Selection, reliable
 
 ROWS = (16, 1)
 CLASSES = 10
@@ -57,7 +58,7 @@ class Case:
 
     def stream(self) -> list[Tensor]:
         """Batches of images that are partly easy and partly hard for the network."""
-        return list(images(48 if self.rows > 1 else 10).split(self.rows))
+        return list(torch.split(images(48 if self.rows > 1 else 10), self.rows))
 
     @property
     def common(self) -> bool:
@@ -101,14 +102,13 @@ def _calibrated(name: str) -> nn.Module:
     statistics = BatchStatistics(model)
     with torch.no_grad():
         logits = model(images(64))
-        head.bias -= logits.mean(0)  # every class has its turn
-        centred = logits - logits.mean(0)
-        scale = 1.0
+        head.bias.sub_(logits.mean(0))  # every class has its turn
+        centred, scale = logits - logits.mean(0), 1.0
         for _ in range(60):  # until half of the rows are reliable
-            entropy = torch.distributions.Categorical(logits=scale * centred).entropy()
-            scale *= 1.1 if entropy.median() > 0.4 * torch.tensor(CLASSES).log() else 0.97
-        head.weight *= scale
-        head.bias *= scale
+            sure = reliable(entropy(scale * centred), 0.4, CLASSES).float().mean() > 0.5
+            scale *= 0.97 if sure else 1.1
+        head.weight.mul_(scale)
+        head.bias.mul_(scale)
     statistics.remove()
     return model
 
@@ -212,7 +212,7 @@ def selected_rows_are_enough(case: Case) -> None:
             adapter._live().state.share = share
             adapter(batch)
         ends.append(adapter._live().state.theta)
-    _ensure_close(*ends, "other parameters from the selected rows alone")
+    _ensure_close(ends[0], ends[1], "other parameters from the selected rows alone")
 
 
 def selection_is_pure(case: Case) -> None:
@@ -334,7 +334,8 @@ def counts_add_up(case: Case) -> None:
 
 def describes_itself(case: Case) -> None:
     """Name and fields can be written as JSON, and `repr` names the method."""
-    for part in filter(None, (case.method, case.plus)):
+    parts: list[Method | Fata] = [case.method, *([case.plus] if case.plus else [])]
+    for part in parts:
         _ensure(json.loads(json.dumps(describe(part)))["name"] == part.name, "a lossy description")
     _ensure(type(case.method).__name__ in repr(case.adapter()), "repr does not name the method")
 

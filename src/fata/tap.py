@@ -184,9 +184,10 @@ def _from_memory(module: nn.Module, outputs: list[Any], clone: bool) -> Answer:
 
 def _first(output: Any, rows: int, layer: str) -> Tensor:
     for leaf in tree_leaves(output):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1:
-            if len(leaf) == rows:
-                return leaf
+        if not isinstance(leaf, Tensor) or not leaf.is_floating_point():
+            continue
+        if leaf.ndim > 1 and len(leaf) == rows:
+            return leaf
     found = [tuple(leaf.shape) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     raise ValueError(
         f"Fata(layer={layer!r}): the layer must give a floating tensor of {rows} rows, one an "

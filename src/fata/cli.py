@@ -1,0 +1,107 @@
+"""The `fata` command."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import fata
+from fata import check as battery
+from fata.augment import Fata
+from fata.method import Method, OwnStep
+
+app = typer.Typer(
+    help="Test-time adaptation of image classifiers, with feature augmentation (FATA).",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+console = Console()
+
+
+def _version(show: bool) -> None:
+    if show:
+        console.print(f"fata {fata.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """Test-time adaptation of image classifiers, with feature augmentation (FATA)."""
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each network.")] = 200,
+    images: Annotated[int, typer.Option(min=1, help="Pictures of each shift.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the pictures and the weights.")] = 0,
+) -> None:
+    """Train tiny networks on generated pictures, shift the pictures, adapt by every method."""
+    from fata.demo import run
+
+    console.print("training three tiny networks, then adapting each by every method ...")
+    run(console, steps, images, seed)
+
+
+@app.command()
+def check(
+    method: Annotated[str, typer.Argument(help="Your method, as my_module:MyMethod.")],
+) -> None:
+    """Run the battery of checks on a method of your own, alone and with FATA.
+
+    The method is made without arguments, and adapts small networks with BatchNorm, GroupNorm and
+    LayerNorm in batches of 16 and of 1. Exits with 1 where a check fails.
+    """
+    mine = _load(method)
+    variants: list[Fata | None] = [None] if isinstance(mine, OwnStep) else [None, Fata()]
+    failures: dict[str, list[str]] = {}
+    todo = [(c, p) for c in battery.CHECKS for p in variants]
+    for one, plus in track(todo, "checking", console=console, transient=True):
+        for case in battery.cases(mine, plus):
+            try:
+                one(case)
+            except Exception as error:
+                where = f"{case.net}, batches of {case.rows}{', with FATA' if plus else ''}"
+                problem = f"{where}: {type(error).__name__}: {error}"
+                failures.setdefault(one.__name__, []).append(problem)
+    table = Table("check", "", "what it holds to", title=f"{mine!r}")
+    for one in battery.CHECKS:
+        mark = "[red]fails[/]" if one.__name__ in failures else "[green]holds[/]"
+        table.add_row(one.__name__.replace("_", " "), mark, (one.__doc__ or "").splitlines()[0])
+    console.print(table)
+    for name, problems in failures.items():
+        console.print(f"[red]{name.replace('_', ' ')}[/]")
+        for problem in problems:
+            console.print(f"  {problem}", highlight=False, markup=False)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _load(target: str) -> Method:
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise typer.BadParameter(f"{target!r}: give a module and a class, as my_module:MyMethod")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{target!r}: {error}, looked for in this folder too") from error
+    except AttributeError as error:
+        raise typer.BadParameter(f"{target!r}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise typer.BadParameter(f"{target!r} is no subclass of fata.Method")
+    try:
+        return kind()
+    except TypeError as error:
+        raise typer.BadParameter(f"{target!r}: needs a default for each field: {error}") from error

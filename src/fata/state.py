@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialise
 from torch import Tensor
 
 from fata.engine import Engine, State
@@ -134,16 +134,16 @@ def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
     """Write a state under a temporary name and rename it: no reader ever sees half a file."""
     path = Path(path)
     tensors = {name: tensor.contiguous() for name, tensor in packed.items() if name != "meta"}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        save_file(tensors, temporary, metadata={"meta": json.dumps(packed["meta"])})
-        os.fsync(handle)
-        os.replace(temporary, path)
+        with temporary.open("wb") as file:
+            file.write(serialise(tensors, {"meta": json.dumps(packed["meta"])}))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(handle)
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -1,0 +1,325 @@
+"""Any input that the model takes; and for what it cannot take, a message that helps."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fata
+from fata.check import Case, images, network
+
+
+def adapter(net="resnet_gn", spec="tent+fata", **fields):
+    return fata.adapt(network(net), spec, **fields)
+
+
+# -- inputs that work
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("net", fata.tiny.NAMES)
+def test_models_of_other_precision(net, dtype):
+    """Steps too small for half precision still add up: theta is kept in full."""
+    model = network(net).to(dtype)
+    adapted = fata.adapt(model, "tent+fata", lr=1e-4)
+    for x in Case(None, None, net, 16).stream():
+        logits = adapted(x.to(dtype))
+    assert logits.isfinite().all()
+    assert logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    moved = adapted._live().state.theta - adapted._live().source
+    assert moved.abs().max() > 0
+    assert next(model.parameters()).dtype == dtype
+    adapted.reset()
+    expected = network(net).to(dtype).state_dict()
+    assert all(torch.equal(t, expected[n]) for n, t in model.state_dict().items())
+
+
+@pytest.mark.parametrize("spec", ["deyo+fata", "sar+fata", "cotta"])
+def test_channels_last(spec):
+    plain, last = adapter(spec=spec), adapter(spec=spec)
+    last.model.to(memory_format=torch.channels_last)
+    for x in Case(None, None, "resnet_gn", 16).stream():
+        expected = plain(x)
+        torch.testing.assert_close(
+            last(x.contiguous(memory_format=torch.channels_last)), expected, atol=1e-4, rtol=1e-3
+        )
+
+
+def test_images_with_strides_of_their_own():
+    x = images(8)
+    expected = adapter()(x)
+    assert torch.equal(adapter()(x.flip(3).contiguous().flip(3)), expected)
+    assert torch.equal(adapter()(x[:1].expand(4, -1, -1, -1)), adapter()(x[[0, 0, 0, 0]]))
+
+
+@pytest.mark.parametrize("classes", [2, 3, 1000])
+def test_any_number_of_classes(classes):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = fata.tiny.build("resnet_gn", classes)
+    adapted = fata.adapt(model, "deyo+fata", threshold=1.0, fata_threshold=1.0)
+    assert adapted(images(8)).shape == (8, classes)
+
+
+class Dropping(nn.Module):
+    """Half of the features dropped in train mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.drop = network("resnet_gn"), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.net(self.drop(x))
+
+
+def test_dropout_stays_off_in_either_mode():
+    x = images(8)
+    expected = fata.adapt(Dropping().eval(), "sar+fata")(x)
+    trained = fata.adapt(Dropping().train(), "sar+fata")
+    trained.train()
+    assert torch.equal(trained(x), expected)
+    model = trained.unwrap()
+    assert model.training
+    assert model.drop.training
+
+
+def test_outputs_with_logits():
+    class Output(dict):
+        logits = None
+
+    class Model(nn.Module):
+        def __init__(self, wrap):
+            super().__init__()
+            self.net, self.wrap = network("resnet_gn"), wrap
+
+        def forward(self, x):
+            return self.wrap(self.net(x))
+
+    x = images(8)
+    expected = adapter()(x)
+    for wrap in (lambda o: {"logits": o}, lambda o: (o, "other"), type("Out", (), {})):
+        if isinstance(wrap, type):
+            kind = wrap
+
+            def wrap(o, kind=kind):
+                found = kind()
+                found.logits = o
+                return found
+
+        assert torch.equal(fata.adapt(Model(wrap), "tent+fata")(x), expected)
+
+
+def test_learning_rates_are_the_papers():
+    rates = {
+        ("resnet_gn", 64): 5e-4, ("resnet_gn", 128): 5e-4, ("resnet_gn", 16): 1.25e-4,
+        ("resnet_gn", 1): 2.5e-4, ("vit_ln", 64): 1e-3, ("vit_ln", 1): 1.6e-5,
+    }  # fmt: skip
+    for (net, rows), expected in rates.items():
+        assert adapter(net)._live().rate(rows) == pytest.approx(expected)
+    assert adapter(lr=0.3)._live().rate(1) == 0.3
+    release = {("resnet_gn", "tent", 64): 2.5e-4, ("resnet_gn", "tent", 1): 2 * 2.5e-4 / 64,
+               ("resnet_gn", "sar", 1): 4 * 2.5e-4 / 64, ("vit_ln", "deyo+fata", 1): 2e-3 / 64,
+               ("vit_ln", "tent", 32): 5e-4}  # fmt: skip
+    for (net, spec, rows), expected in release.items():
+        assert adapter(net, spec, lr="release")._live().rate(rows) == pytest.approx(expected)
+    assert adapter(spec="cotta")._live().rate(64) == 0.01
+
+
+def test_named_parameters():
+    only = fata.Adapter(network("resnet_gn"), fata.Tent(), params=["layer2.0.norm1", "fc.bias"])
+    assert only.adapted == ["layer2.0.norm1.weight", "layer2.0.norm1.bias", "fc.bias"]
+    only(images(8))
+    moved = dict(only.model.named_parameters())
+    source = dict(network("resnet_gn").named_parameters())
+    assert {n for n in moved if not torch.equal(moved[n], source[n])} == set(only.adapted)
+
+
+def test_two_seeds_draw_differently():
+    one, same, other = (adapter(seed=s, lr=0.1) for s in (1, 1, 2))
+    ends = []
+    for each in (one, same, other):
+        for x in Case(None, None, "resnet_gn", 16).stream():
+            each(x)
+        ends.append(each._live().state.theta)
+    assert torch.equal(ends[0], ends[1])
+    assert not torch.equal(ends[0], ends[2])
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing():
+    class Spoiled(fata.Tent):
+        def loss(self, logits):
+            return super().loss(logits) * math.nan
+
+    adapted = fata.Adapter(network("resnet_gn"), Spoiled(), lr=1.0)
+    adapted(images(8))
+    assert torch.equal(adapted._live().state.theta, adapted._live().source)
+    assert adapted.counts["stepped"] == 0
+
+
+def test_moving_the_adapter_moves_its_state():
+    adapted = adapter(spec="eata+fata", fisher_alpha=0, redundancy=2.0)
+    adapted(images(8))
+    moved = adapted.to("meta")
+    state = moved._live().state
+    held = [state.theta, state.velocity, *state.host.values(), *state.plus.values()]
+    assert {tensor.device.type for tensor in held} == {"meta"}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine has none")
+@pytest.mark.parametrize("net", fata.tiny.NAMES)
+def test_a_gpu_adapts_like_the_cpu(net):
+    def noise(rows, channels):
+        draws = torch.Generator().manual_seed(0)
+        return tuple(1 + torch.randn(2, rows, channels, generator=draws))
+
+    here = adapter(net, "sar+fata", noise=noise)
+    there = adapter(net, "sar+fata", noise=noise).cuda()
+    for x in Case(None, None, net, 16).stream():
+        torch.testing.assert_close(there(x.cuda()).cpu(), here(x), atol=1e-3, rtol=1e-2)
+
+
+# -- errors
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "message"),
+    [
+        ("deyo+fato", {}, r"unknown method 'deyo\+fato': choose .* Did you mean 'deyo\+fata'"),
+        ("cotta+fata", {}, r"a host from tent, eata, sar, deyo followed by '\+fata'"),
+        (
+            "eata",
+            {"treshold": 1},
+            r"'eata' has no field 'treshold'. Did you mean 'threshold'.*Known",
+        ),
+        ("tent", {"sigma": 1}, r"'tent' has no field 'sigma'. Known: none"),
+        ("tent", {"lr": 0.0}, r"lr=0.0: must be a positive number"),
+        ("tent", {"lr": -1e-3}, r"lr=-0.001: must be a positive number"),
+        ("tent", {"lr": "papers"}, r"lr='papers'"),
+        ("eata", {"threshold": 2.76}, r"units of ln C"),
+        ("sar", {"threshold": 0}, r"units of ln C"),
+        ("sar", {"rho": -1}, r"Sar\(rho=-1\): must be a number at least 0"),
+        ("deyo", {"plpd_threshold": 1.0}, r"nothing would be selected"),
+        ("fata", {"ema": 1.5}, r"Fata\(ema=1.5\): must be a number in \[0, 1\]"),
+        ("fata", {"sigma": -0.1}, r"Fata\(sigma=-0.1\)"),
+        ("fata", {"loss": "ce"}, r"choose one of 'fata', 'simple_aug', 'mse', 'simple_ce'"),
+        ("fata", {"spread": "var"}, r"choose one of 'std', 'variance'"),
+        ("fata", {"bn_stats": "both"}, r"choose one of 'separate', 'joint'"),
+        ("fata", {"layer": "layer5"}, r"no such module in TinyResNet. Did you mean 'layer"),
+        ("memo", {"optimizer": "adam"}, r"choose 'auto', 'sgd' or 'adamw'"),
+        ("tent", {"params": "some"}, r"params='some': choose one of 'all', 'truncated'"),
+        ("tent", {"params": ["layer9"]}, r"'layer9' is no parameter and no module.*Known"),
+        ("tent", {"params": []}, r"name at least one"),
+        ("tent", {"guard": True}, r"guard is not part of this version"),
+        ("tent", {"fisher_data": []}, r"'tent' has no Fisher penalty"),
+        ("eata", {"fisher_data": []}, r"fisher_data gave no batch"),
+        ("eata", {"fisher_data": 5}, r"must give batches of images, got int"),
+        ("eata", {"fisher_data": {"a": torch.ones(1)}}, r"a Fisher of other parameters \('a'\)"),
+    ],
+)
+def test_wrong_arguments(spec, fields, message):
+    with pytest.raises((ValueError, TypeError), match=f"(?s){message}"):
+        adapter(spec=spec, **fields)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: "resnet50", r"must be an nn.Module, got str"),
+        (lambda: adapter(), r"is an Adapter already"),
+        (lambda: nn.Linear(3, 4), r"Linear has no normalisation layer"),
+        (lambda: torch.jit.script(nn.BatchNorm1d(4)), r"TorchScript"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_wrong_models(make, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fata.adapt(make(), "tent")
+
+
+def test_a_model_made_in_inference_mode():
+    with torch.inference_mode():
+        model = fata.tiny.build("resnet_gn")
+    with pytest.raises(ValueError, match="make it outside"):
+        fata.adapt(model, "tent")
+
+
+def test_a_method_by_name_where_an_object_is_meant():
+    with pytest.raises(TypeError, match=r"fata.adapt\(model, 'tent'\) takes names"):
+        fata.Adapter(network("resnet_gn"), "tent")
+    with pytest.raises(TypeError, match=r"plus must be a fata.Fata"):
+        fata.Adapter(network("resnet_gn"), fata.Tent(), fata.Sar())
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.zeros(2, 3, 16, 16, dtype=torch.uint8), r"images are torch.uint8.*images / 255"),
+        (torch.zeros(0, 3, 16, 16), r"give a batch of at least one image"),
+        (torch.zeros(16), r"give a batch of at least one image"),
+        (torch.zeros(2, 3, 16, 16, device="meta"), r"images are on meta and the model on cpu"),
+        ([1, 2], r"must be a tensor, got list"),
+    ],
+)
+def test_wrong_images(batch, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        adapter()(batch)
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (lambda o: o[:, :1], r"1 class a row; .* at least two"),
+        (lambda o: o[:, :, None], r"it gave Tensor of shape \(8, 10, 1\)"),
+        (lambda o: o[:4], r"must map 8 images to logits of shape \(8, classes\)"),
+        (lambda o: {"scores": o}, r"it gave dict"),
+        (lambda o: [o], r"it gave list"),
+    ],
+)
+def test_wrong_outputs(output, message):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = network("resnet_gn")
+
+        def forward(self, x):
+            return output(self.net(x))
+
+    with pytest.raises(ValueError, match=message):
+        fata.adapt(Model(), "tent")(images(8))
+
+
+def test_a_layer_that_is_never_called_or_called_twice():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.idle, self.act = network("resnet_gn"), nn.Linear(2, 2), nn.ReLU()
+
+        def forward(self, x):
+            return self.net(self.act(self.act(x)))
+
+    for layer, times in (("idle", "never called"), ("act", "called 2 times")):
+        with pytest.raises(ValueError, match=f"the layer is {times} in one pass of Model"):
+            fata.adapt(Model(), "tent+fata", layer=layer)(images(2))
+
+
+def test_a_layer_without_a_row_an_image():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.first = network("resnet_gn"), nn.Flatten(0, 1)
+
+        def forward(self, x):
+            self.first(x)
+            return self.net(x)
+
+    with pytest.raises(ValueError, match=r"must give a floating tensor of 2 rows.*\(6, 16, 16\)"):
+        fata.adapt(Tokens(), "tent+fata", layer="first")(images(2))
+
+
+def test_an_unwrapped_adapter_says_so():
+    adapted = adapter()
+    adapted.unwrap()
+    with pytest.raises(fata.StateError, match="was unwrapped"):
+        adapted(images(2))
+    assert "unwrapped" in repr(adapted)

@@ -1,0 +1,89 @@
+"""The command: a method of one's own under the battery, the demo, and wrong input."""
+
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import fata
+from fata.cli import app
+
+GOOD = '''
+from dataclasses import dataclass
+from typing import ClassVar
+import fata
+
+@dataclass(frozen=True)
+class Sure(fata.Method):
+    """Learns from the rows that are surer than most, with equal weights."""
+
+    quantile: float = 0.6
+    name: ClassVar[str] = "sure"
+
+    def select(self, batch, memory):
+        rows = batch.entropy <= batch.entropy.quantile(self.quantile)
+        return fata.Selection(rows, batch.entropy.new_ones(()))
+
+class Impure(Sure):
+    """Counts its calls where it must not."""
+
+    def select(self, batch, memory):
+        memory["calls"] = memory.get("calls", batch.entropy.new_zeros(())) + 1
+        return super().select(batch, memory)
+
+class Demanding(Sure):
+    def __init__(self, must): ...
+
+def function(): ...
+'''
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(GOOD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    return lambda *arguments: CliRunner().invoke(app, list(arguments))
+
+
+def test_a_sound_method_holds(call):
+    result = call("check", "mine:Sure")
+    assert result.exit_code == 0, result.output
+    assert "holds" in result.output
+    assert "fails" not in result.output
+
+
+def test_an_impure_method_fails_and_is_told_why(call):
+    result = call("check", "mine:Impure")
+    assert result.exit_code == 1
+    assert "selection is pure" in result.output
+    assert "memory 'calls' after select" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("mine", "as my_module:MyMethod"),
+        ("nowhere:Sure", "No module named 'nowhere'"),
+        ("mine:Missing", "no attribute 'Missing'"),
+        ("mine:function", "is no subclass of fata.Method"),
+        ("mine:Demanding", "needs a default for each field"),
+    ],
+)
+def test_check_refuses(call, target, message):
+    result = call("check", target)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_demo_prints_every_method(call):
+    result = call("demo", "--steps", "2", "--images", "64")
+    assert result.exit_code == 0, result.output
+    for spec in ("source", "eata+fata", "cotta"):
+        assert spec in result.output
+
+
+def test_version_and_help(call):
+    assert fata.__version__ in call("--version").output
+    assert "check" in call("--help").output

@@ -1,0 +1,312 @@
+"""What each method's paper says, by hand, and the identities between methods."""
+
+import math
+
+import pytest
+import torch
+
+import fata
+from fata.check import Case, images, network
+from fata.method import Batch
+from fata.views import Draw, Pixels, augmix_view, cotta_view
+
+INF = math.inf
+
+
+def batch_of(probs, look=None, pictures=None):
+    return Batch(pictures, torch.tensor(probs).log(), look, 0)
+
+
+def run(adapter, net, rows=16):
+    return torch.cat([adapter(x) for x in Case(None, None, net, rows).stream()])
+
+
+def ends(adapter):
+    return adapter._live().state.theta
+
+
+# -- EATA
+
+
+def test_eata_selects_reliable_rows_that_are_not_redundant():
+    method = fata.Eata(threshold=0.5, redundancy=0.8)
+    seen = batch_of([[0.9, 0.1], [0.1, 0.9], [0.5, 0.5]])
+    assert method.select(seen, {}).rows.tolist() == [True, True, False]
+    memory = {"mean_probs": torch.tensor([0.9, 0.1]), "begun": torch.tensor(True)}
+    selection = method.select(seen, memory)
+    assert selection.rows.tolist() == [False, True, False]
+    entropy = -0.9 * math.log(0.9) - 0.1 * math.log(0.1)
+    expected = math.exp(0.5 * math.log(2) - entropy)
+    assert selection.weights[1].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_eata_averages_its_own_selection_and_waits_for_the_first():
+    method = fata.Eata(threshold=0.5, redundancy=2.0)
+    unsure, sure = batch_of([[0.5, 0.5]]), batch_of([[0.9, 0.1], [0.5, 0.5]])
+    memory = method.observe(unsure, method.select(unsure, {}), {})
+    assert not memory["begun"]
+    memory = method.observe(sure, method.select(sure, memory), memory)
+    assert memory["mean_probs"].tolist() == pytest.approx([0.9, 0.1])
+    other = batch_of([[0.1, 0.9]])
+    memory = method.observe(other, method.select(other, memory), memory)
+    assert memory["mean_probs"].tolist() == pytest.approx([0.82, 0.18])
+    kept = method.observe(unsure, method.select(unsure, memory), memory)
+    assert torch.equal(kept["mean_probs"], memory["mean_probs"])
+
+
+def test_eata_without_fisher_data_says_that_it_is_eta():
+    with pytest.warns(UserWarning, match="is ETA"):
+        fata.adapt(network("resnet_gn"), "eata")
+
+
+def test_fisher_pulls_towards_the_source():
+    """A strong penalty keeps the parameters nearer to the source; none is ETA."""
+    fields = {"redundancy": 2.0, "lr": 1e-3}
+    distance = {}
+    for alpha in (0.0, 5000.0):
+        data = images(32, seed=1).split(16)
+        adapter = fata.adapt(
+            network("resnet_gn"), "eata", fisher_data=data, fisher_alpha=alpha, **fields
+        )
+        run(adapter, "resnet_gn")
+        distance[alpha] = (ends(adapter) - adapter._live().source).norm().item()
+    assert 0 < distance[5000.0] < 0.9 * distance[0.0]
+
+
+def test_fisher_is_the_mean_of_squared_gradients_of_batches():
+    model, data = network("resnet_gn"), [images(4, seed=s) for s in (1, 2)]
+    adapter = fata.adapt(model, "eata", fisher_data=[(x, None) for x in data])
+    expected = torch.zeros(8)
+    for x in data:
+        logits = model(x)
+        loss = torch.nn.functional.cross_entropy(logits, logits.argmax(1))
+        expected += torch.autograd.grad(loss, model.bn1.weight)[0].square() / 2
+    torch.testing.assert_close(adapter.fisher["bn1.weight"], expected)
+    again = fata.adapt(network("resnet_gn"), "eata", fisher_data=adapter.fisher)
+    assert torch.equal(again._live().fisher, adapter._live().fisher)
+    assert adapter.counts["rows_forward"] == 0  # the set-up is not the stream
+
+
+# -- SAR
+
+
+def test_sar_recovers_weights_momentum_and_average_together():
+    """A recovery constant above any entropy: each step goes straight back to the source."""
+    adapter = fata.adapt(network("resnet_gn"), "sar", recovery=100.0)
+    source = ends(adapter).clone()
+    run(adapter, "resnet_gn")
+    state = adapter._live().state
+    assert adapter.counts["recovered"] == adapter.counts["stepped"] == 3
+    assert torch.equal(state.theta, source)
+    assert not state.velocity.any()
+    assert state.host == {}
+    assert torch.equal(adapter.model.bn1.weight, network("resnet_gn").bn1.weight)
+
+
+def test_sar_averages_the_entropy_of_its_own_rows():
+    method = fata.Sar(threshold=INF)
+    first, second = batch_of([[0.5, 0.5]]), batch_of([[1 - 1e-9, 1e-9]])
+    memory = method.observe(first, method.select(first, {}), {})
+    assert memory["entropy"].item() == pytest.approx(math.log(2))
+    memory = method.observe(second, method.select(second, memory), memory)
+    assert memory["entropy"].item() == pytest.approx(0.9 * math.log(2), rel=1e-4)
+    assert not method.recover(memory)
+    assert method.recover({"entropy": torch.tensor(0.19)})
+
+
+def test_recovery_is_not_fed_by_fata():
+    """The average is the host's own entropy: FATA's loss in it would keep it from ever falling."""
+    adapter = fata.adapt(network("vit_ln"), "sar+fata", recovery=0.0)
+    run(adapter, "vit_ln")
+    assert adapter._live().state.host["entropy"] < 0.4 * math.log(10)
+
+
+@pytest.mark.parametrize("net", fata.tiny.NAMES)
+def test_sar_without_rho_and_threshold_is_tent(net):
+    sar = fata.adapt(network(net), "sar", rho=0.0, threshold=INF, recovery=0.0, lr=1e-3)
+    tent = fata.adapt(network(net), "tent", lr=1e-3)
+    torch.testing.assert_close(run(sar, net), run(tent, net), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(ends(sar), ends(tent), atol=1e-5, rtol=1e-5)
+
+
+def test_sam_without_reliable_rows_still_learns_fatas():
+    """SAR selects nothing, FATA does: a plain step on FATA's loss, as with FATA alone."""
+    both = fata.adapt(network("resnet_gn"), "sar+fata", threshold=1e-9, lr=1e-3)
+    alone = fata.adapt(network("resnet_gn"), "fata", lr=1e-3)
+    torch.testing.assert_close(run(both, "resnet_gn"), run(alone, "resnet_gn"))
+    torch.testing.assert_close(ends(both), ends(alone))
+    assert both.counts["selected"]["sar"] == 0 < both.counts["stepped"]
+
+
+# -- DeYO
+
+
+def test_deyo_learns_where_the_shape_matters():
+    """Of two sure rows, the one that stays sure when its patches are shuffled is left out."""
+    logits = {0: [0.9, 0.1], 1: [0.5, 0.5]}
+    looked = []
+
+    def look(shuffled):
+        looked.append(len(shuffled))
+        return torch.tensor([logits[0], logits[1]]).log()
+
+    seen = batch_of([[0.9, 0.1], [0.95, 0.05], [0.5, 0.5]], look, torch.rand(3, 3, 8, 8))
+    selection = fata.Deyo().select(seen, {})
+    assert looked == [2]  # the unsure row is not looked at again
+    assert selection.rows.tolist() == [False, True, False]
+    entropy = -0.95 * math.log(0.95) - 0.05 * math.log(0.05)
+    expected = math.exp(0.4 * math.log(2) - entropy) + math.exp(0.45)
+    assert selection.weights[1].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_deyo_shuffles_each_image_by_its_own_order():
+    pictures = torch.arange(2 * 3 * 64.0).reshape(2, 3, 8, 8)
+    given = []
+
+    def look(shuffled):
+        given.append(shuffled)
+        return torch.zeros(2, 2)
+
+    seen = batch_of([[0.99, 0.01], [0.99, 0.01]], look, pictures)
+    fata.Deyo(patches=2).select(seen, {})
+    for one, shuffled in zip(pictures, given[0], strict=True):
+        assert sorted(one.flatten().tolist()) == sorted(shuffled.flatten().tolist())
+    assert not torch.equal(given[0], pictures)
+
+
+# -- CoTTA and MEMO
+
+
+def test_cotta_teacher_that_never_moves_answers_like_the_source():
+    adapter = fata.adapt(network("resnet_gn"), "cotta", decay=1.0, threshold=0.0)
+    plain = fata.adapt(network("resnet_gn"), "source")
+    assert torch.equal(run(adapter, "resnet_gn"), run(plain, "resnet_gn"))
+    assert not torch.equal(ends(adapter), adapter._live().source)
+
+
+def test_cotta_averages_views_only_where_the_source_is_unsure():
+    seen = []
+    for threshold in (0.0, 1.0):
+        adapter = fata.adapt(
+            network("resnet_gn"), "cotta", threshold=threshold, views=3, augment=lambda x: 0.5 * x
+        )
+        adapter(images(4))
+        seen.append(adapter.counts["rows_forward"])
+    assert seen == [3 * 4, 5 * 4]  # anchor, teacher or three views, student
+
+
+def test_cotta_restores_each_weight_by_chance():
+    adapter = fata.adapt(network("resnet_gn"), "cotta", restore=1.0)
+    run(adapter, "resnet_gn")
+    assert torch.equal(ends(adapter), adapter._live().source)
+    some = fata.adapt(network("resnet_gn"), "cotta", restore=0.3)
+    some(images(8))
+    share = (ends(some) == some._live().source).float().mean()
+    assert 0.25 < share < 0.45  # restored, or without a gradient
+
+
+def test_memo_with_one_identity_view_is_tent_with_a_reset_at_each_image():
+    model = network("resnet_gn")
+    memo = fata.adapt(
+        network("resnet_gn"), "memo", views=1, augment=lambda image, n: image[None], lr=1e-2
+    )
+    tent = fata.adapt(model, "tent", params="every", lr=1e-2)
+    stream = images(6)
+    expected = []
+    for image in stream:
+        tent.reset()
+        tent(image[None])
+        with tent.frozen():
+            expected.append(tent(image[None]))
+    torch.testing.assert_close(memo(stream), torch.cat(expected))
+    assert torch.equal(ends(memo), memo._live().source)
+
+
+def test_memo_mixes_running_and_batch_statistics():
+    """Prior 0 is the batch's statistics, a huge prior the running ones."""
+    stream = images(1)
+    fields = {"views": 1, "augment": lambda image, n: image[None], "lr": 1e-12}
+    plain = {name: fata.adapt(network("resnet_bn"), name)(stream) for name in ("norm", "source")}
+    for prior, name in ((0.0, "norm"), (1e9, "source")):
+        memo = fata.adapt(network("resnet_bn"), "memo", prior=prior, **fields)
+        torch.testing.assert_close(memo(stream), plain[name], atol=1e-3, rtol=1e-3)
+    assert (plain["norm"] - plain["source"]).abs().max() > 0.1
+
+
+def test_memo_steps_by_adamw_on_transformers():
+    adapter = fata.adapt(network("vit_ln"), "memo", views=2)
+    engine = adapter._live()
+    gradient = torch.tensor([1e-3, -5.0, 0.0]).repeat(len(engine.source) // 3 + 1)
+    moved = adapter.method._descend(engine, gradient[: len(engine.source)])
+    parameter = torch.nn.Parameter(engine.source.clone())
+    parameter.grad = gradient[: len(engine.source)]
+    torch.optim.AdamW([parameter], lr=1e-5, weight_decay=0.01).step()
+    torch.testing.assert_close(moved, parameter.detach(), atol=1e-8, rtol=1e-6)
+
+
+def test_views_stay_pixels_and_follow_their_generator():
+    pixels = images(3)
+    for view, x in ((cotta_view, pixels), (augmix_view, pixels[:1])):
+        one, two, other = (view(x, Draw(torch.Generator().manual_seed(s))) for s in (0, 0, 1))
+        assert one.shape == x.shape
+        assert one.min() >= -1e-6
+        assert one.max() <= 1 + 1e-6
+        assert torch.equal(one, two)
+        assert not torch.allclose(one, other)
+
+
+def test_normalised_images_need_mean_and_std_for_views():
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.2, 0.25)
+    pixels = images(4)
+    space = Pixels(mean, std)
+    torch.testing.assert_close(space.back(space.of(space.back(pixels))), space.back(pixels))
+    adapter = fata.adapt(network("resnet_gn"), "cotta", threshold=1.0, views=1)
+    with pytest.raises(ValueError, match="mean and std that they were normalised with"):
+        adapter(space.back(pixels))
+    fine = fata.adapt(network("resnet_gn"), "cotta", threshold=1.0, views=1, mean=mean, std=std)
+    assert fine(space.back(pixels)).isfinite().all()
+
+
+# -- FATA beside a host
+
+
+def test_fata_alone_selects_for_itself_and_tent_with_it_takes_all():
+    alone, both = (fata.adapt(network("vit_ln"), spec) for spec in ("fata", "tent+fata"))
+    run(alone, "vit_ln"), run(both, "vit_ln")
+    assert alone.counts["selected"]["norm"] == 0 < alone.counts["selected"]["fata"]
+    assert both.counts["selected"]["tent"] == 48
+    assert alone.name == "fata"
+
+
+def test_the_step_is_the_sum_of_the_hosts_and_fatas():
+    """The first step of tent+fata moves by TENT's step plus FATA's own."""
+    stream = images(16)
+    moved = {}
+    for spec in ("tent", "fata", "tent+fata"):
+        adapter = fata.adapt(network("resnet_gn"), spec, lr=1e-2)
+        adapter(stream)
+        moved[spec] = ends(adapter) - adapter._live().source
+    torch.testing.assert_close(
+        moved["tent+fata"], moved["tent"] + moved["fata"], atol=1e-6, rtol=1e-4
+    )
+
+
+def test_layers_left_out_collect_no_gradient():
+    adapter = fata.adapt(network("resnet_gn"), "deyo+fata")
+    trained = {n for n, p in adapter.model.named_parameters() if p.requires_grad}
+    assert trained == set(adapter.adapted)
+    assert not any(name.startswith(("layer4", "conv", "fc")) for name in trained)
+    run(adapter, "resnet_gn")
+    assert all(p.grad is None for p in adapter.model.parameters())
+
+
+def test_the_engine_learns_on_few_rows_where_few_are_selected():
+    fields = {"threshold": 0.2, "redundancy": 2.0, "fisher_alpha": 0}
+    few = fata.adapt(network("resnet_gn"), "eata", **fields)
+    many = fata.adapt(network("resnet_gn"), "tent")
+    run(few, "resnet_gn"), run(many, "resnet_gn")
+    assert few.counts["rows_backward"] == few.counts["selected"]["eata"] < 24
+    assert few.counts["rows_forward"] == 48 + few.counts["selected"]["eata"]
+    assert few._live().state.share < 0.5 < many._live().state.share
+    # TENT: after a first batch that did not know it yet, one pass serves both
+    assert many.counts["rows_forward"] == 16 + 48

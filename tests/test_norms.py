@@ -1,0 +1,113 @@
+"""Finding normalisation layers, and what BatchNorm normalises with."""
+
+import pytest
+import timm.layers
+import torch
+from torch import nn
+
+import fata
+from fata.check import images, network
+from fata.norms import BatchStatistics, is_norm
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.BatchNorm1d(4),
+        nn.BatchNorm2d(4),
+        nn.SyncBatchNorm(4),
+        nn.GroupNorm(2, 4),
+        nn.LayerNorm(4),
+        nn.RMSNorm(4),
+        timm.layers.BatchNormAct2d(4),
+        timm.layers.GroupNormAct(4, num_groups=2),
+        timm.layers.GroupNorm1(4),
+        timm.layers.LayerNorm2d(4),
+        timm.layers.RmsNorm(4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_is_a_norm_layer(layer):
+    assert is_norm(layer)
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Linear(4, 4),
+        nn.BatchNorm2d(4, affine=False),
+        nn.LayerNorm(4, elementwise_affine=False),
+        nn.Sequential(nn.LayerNorm(4)),
+        timm.layers.LayerScale(4),
+    ],
+    ids=lambda layer: type(layer).__name__,
+)
+def test_is_none(layer):
+    assert not is_norm(layer)
+
+
+@pytest.mark.parametrize("act", [nn.BatchNorm2d, timm.layers.BatchNormAct2d])
+def test_batch_statistics_normalise_the_batch_at_hand(act):
+    layer = act(3).eval()
+    layer.running_mean.fill_(5.0)
+    model = nn.Sequential(layer)
+    x = 7 + 3 * torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    source = model(x)
+    statistics = BatchStatistics(model)
+    out = model(x)
+    mean, std = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0).add(layer.eps).sqrt()
+    expected = (x - mean[:, None, None]) / std[:, None, None]
+    expected = expected.relu() if act is timm.layers.BatchNormAct2d else expected
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    assert layer.running_mean.tolist() == [5.0] * 3
+    assert layer.num_batches_tracked == 0
+    with statistics.suspended():
+        assert torch.equal(model(x), source)
+    statistics.remove()
+    assert torch.equal(model(x), source)
+    assert not layer.training
+
+
+def test_one_value_a_channel_falls_back_to_the_running_statistics():
+    """A single image on a 1x1 map has no variance: its batch statistics would erase it."""
+    layer = nn.BatchNorm2d(3).eval()
+    layer.running_mean.uniform_(), layer.running_var.uniform_(1, 2)
+    x = torch.randn(1, 3, 1, 1)
+    source = layer(x)
+    BatchStatistics(nn.Sequential(layer))
+    assert torch.equal(layer(x), source)
+    assert not torch.allclose(layer(torch.randn(2, 3, 1, 1)), source)
+
+
+def test_prior_mixes_running_and_batch_statistics():
+    layer = nn.BatchNorm2d(2, eps=0.0).eval()
+    layer.running_mean.fill_(1.0), layer.running_var.fill_(4.0)
+    x = torch.tensor([[[[0.0, 2.0]], [[4.0, 4.0]]]])  # means 1 and 4, variances 1 and 0
+    statistics = BatchStatistics(nn.Sequential(layer), prior=3.0)
+    mean, var = torch.tensor([1.0, 1.75]), torch.tensor([3.25, 3.0])
+    expected = (x - mean[:, None, None]) / var.sqrt()[:, None, None]
+    torch.testing.assert_close(layer(x), expected)
+    assert layer.running_mean.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError):  # the layer fails: its statistics come back all the same
+        layer(torch.zeros(1, 5, 1, 1))
+    assert layer.running_mean.tolist() == [1.0, 1.0]
+    statistics.remove()
+    assert not layer._forward_hooks
+
+
+def test_batchnorm_without_running_statistics_still_works():
+    model = network("resnet_bn")
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.track_running_stats = False
+            module.running_mean = module.running_var = module.num_batches_tracked = None
+    for spec in ("source", "tent+fata", "memo"):
+        adapter = fata.adapt(model, spec, **({"views": 2} if spec == "memo" else {}))
+        assert adapter(images(4)).isfinite().all()
+        adapter.unwrap()
+
+
+def test_norm_is_source_without_batchnorm_and_not_with_it():
+    for net, same in (("resnet_bn", False), ("resnet_gn", True), ("vit_ln", True)):
+        norm, source = (fata.adapt(network(net), s)(images(8)) for s in ("norm", "source"))
+        assert torch.equal(norm, source) == same

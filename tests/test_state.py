@@ -1,0 +1,162 @@
+"""The state: small, whole, and refused where it does not belong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from safetensors.torch import load_file, save_file
+
+import fata
+import fata.state
+from fata.check import Case, images, network
+
+STREAM = Case(None, None, "resnet_gn", 16).stream()
+
+
+def adapter(net="resnet_gn", spec="sar+fata", **fields):
+    return fata.adapt(network(net), spec, **fields)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    adapted = adapter()
+    adapted(STREAM[0])
+    adapted.save(tmp_path / "state.safetensors")
+    return tmp_path / "state.safetensors"
+
+
+def test_resnet50_with_momentum_fits_600_kib(tmp_path):
+    model = timm.create_model("resnet50_gn")
+    adapted = fata.adapt(model, "eata+fata", fisher_alpha=0)
+    adapted(torch.rand(2, 3, 64, 64))
+    adapted.save(tmp_path / "state")
+    assert (tmp_path / "state").stat().st_size <= 600 * 1024
+
+
+def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
+    """Stopped after each batch, continued in another process: the bits of never stopping."""
+    whole = adapter(spec="deyo+fata", plpd_threshold=0.0)
+    expected = torch.cat([whole(x) for x in STREAM])
+    first = adapter(spec="deyo+fata", plpd_threshold=0.0)
+    first(STREAM[0])
+    first.save(tmp_path / "state")
+    script = f"""
+import torch, fata
+from fata.check import Case, network
+torch.set_num_threads(1)
+torch.backends.mkldnn.set_flags(False)
+torch.backends.nnpack.set_flags(False)
+adapter = fata.adapt(network("resnet_gn"), "deyo+fata", plpd_threshold=0.0)
+adapter.load({str(tmp_path / "state")!r})
+answers = [adapter(x) for x in Case(None, None, "resnet_gn", 16).stream()[1:]]
+torch.save(torch.cat(answers), {str(tmp_path / "answers")!r})
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert torch.equal(torch.load(tmp_path / "answers"), expected[16:])
+
+
+def refused(target, path, message):
+    """Loading is refused, and nothing has changed."""
+    target(STREAM[1])
+    before, counts = target.state_dict(), target.counts
+    with pytest.raises(fata.StateError, match=message):
+        target.load(path)
+    after = target.state_dict()
+    assert target.counts == counts
+    assert before.pop("meta") == after.pop("meta")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_methods_state_is_refused(saved):
+    refused(adapter(spec="tent"), saved, r"is of method 'sar\+fata'; this adapter runs 'tent'")
+    refused(adapter(spec="sar"), saved, r"is of method 'sar\+fata'; this adapter runs 'sar'")
+
+
+def test_another_models_state_is_refused(saved):
+    model = network("resnet_gn")
+    with torch.no_grad():
+        model.fc.bias[0] += 1e-3  # a tensor that does not even adapt
+    refused(fata.adapt(model, "sar+fata"), saved, "other source weights")
+    refused(adapter("vit_ln"), saved, "taps 'blocks.10'")
+
+
+def test_other_parameters_layer_or_fisher_are_refused(saved, tmp_path):
+    refused(adapter(params="all"), saved, "adapts other parameters")
+    refused(adapter(layer="layer2"), saved, "FATA at layer 'layer3'; this adapter taps 'layer2'")
+    eata = adapter(spec="eata", fisher_data=[images(4)])
+    eata.save(tmp_path / "eata")
+    refused(
+        adapter(spec="eata", fisher_alpha=0),
+        tmp_path / "eata",
+        "adapted with Fisher data, and this adapter was made without",
+    )
+
+
+def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
+    whole = saved.read_bytes()
+    for name, content in (
+        ("empty", b""),
+        ("cut", whole[: len(whole) // 2]),
+        ("text", b"not a state at all, but long enough to look like one"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused(adapter(), tmp_path / name, "damaged or no safetensors file")
+    save_file({"x": torch.ones(2)}, tmp_path / "foreign")
+    refused(adapter(), tmp_path / "foreign", "not the state of an adapter")
+    with pytest.raises(FileNotFoundError, match="no state at"):
+        adapter().load(tmp_path / "nowhere")
+    with pytest.raises(fata.StateError, match="no 'meta'"):
+        adapter().load_state_dict({})
+
+
+def test_a_state_of_another_format_is_refused(saved, tmp_path):
+    meta = {"meta": json.dumps({**fata.state.load(saved)["meta"], "format": 99})}
+    save_file(load_file(saved), tmp_path / "future", metadata=meta)
+    refused(adapter(), tmp_path / "future", "has format 99; this version of fata reads 1")
+
+
+def test_a_save_that_fails_leaves_the_old_file_whole(saved, monkeypatch):
+    whole = saved.read_bytes()
+
+    def full(handle):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)  # written, but never safely on the disk
+    with pytest.raises(OSError, match="No space left"):
+        adapter().save(saved)
+    assert saved.read_bytes() == whole
+    assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_saved_file_keeps_the_usual_permissions(saved, tmp_path):
+    plain = tmp_path / "plain"
+    plain.touch()
+    assert saved.stat().st_mode == plain.stat().st_mode
+
+
+def test_state_dict_is_a_copy():
+    adapted = adapter(lr=0.1)
+    before = adapted.state_dict()
+    kept = {name: t.clone() for name, t in before.items() if name != "meta"}
+    adapted(STREAM[0])
+    assert all(torch.equal(before[name], kept[name]) for name in kept)
+    adapted.load_state_dict(before)
+    assert torch.equal(adapted.model.bn1.weight, network("resnet_gn").bn1.weight)
+
+
+def test_two_streams_on_one_model_by_swapping_states():
+    """Interleaved streams, each with its own state, give the bits of streams apart."""
+    apart = []
+    for seed in (1, 2):
+        alone = adapter()
+        apart.append([alone(images(16, seed=10 * seed + t)) for t in range(3)])
+    shared = adapter()
+    states = [shared.state_dict() for _ in range(2)]
+    for t in range(3):
+        for stream, seed in enumerate((1, 2)):
+            shared.load_state_dict(states[stream])
+            assert torch.equal(shared(images(16, seed=10 * seed + t)), apart[stream][t])
+            states[stream] = shared.state_dict()

@@ -1,7 +1,5 @@
 """Test-time adaptation of image classifiers, with feature augmentation (FATA)."""
 
-from importlib.metadata import version
-
 from fata import tiny
 from fata.adapter import Adapter, adapt
 from fata.augment import Fata
@@ -11,7 +9,7 @@ from fata.selection import Selection
 from fata.state import StateError
 from fata.structure import layers
 
-__version__ = version("fata")
+__version__ = "0.1.0"
 
 __all__ = [
     "Adapter",

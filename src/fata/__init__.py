@@ -3,6 +3,7 @@
 from fata import tiny
 from fata.adapter import Adapter, adapt
 from fata.augment import Fata
+from fata.corruptions import corrupt
 from fata.method import Batch, Memory, Method
 from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
 from fata.selection import Selection
@@ -28,6 +29,7 @@ __all__ = [
     "StateError",
     "Tent",
     "adapt",
+    "corrupt",
     "layers",
     "tiny",
 ]

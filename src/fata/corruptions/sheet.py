@@ -1,0 +1,44 @@
+"""A picture of all corruptions at all severities, for `fata corrupt`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torchvision.transforms.v2 import functional as T
+
+from fata.corruptions import SEVERITIES, corrupt
+
+_MARGIN, _LABEL, _GAP = 4, 150, 24
+
+
+def square(picture: Image.Image, side: int) -> Tensor:
+    """The middle of a picture as (1, 3, side, side) in [0, 1]."""
+    pixels = T.to_dtype(T.pil_to_tensor(picture.convert("RGB")), torch.float32, scale=True)
+    pixels = T.resize(pixels, [side], antialias=True)
+    middle: Tensor = T.center_crop(pixels, [side, side])
+    return middle[None]
+
+
+def draw(
+    image: Tensor, names: Sequence[str], seed: int, tick: Callable[[], None] = lambda: None
+) -> Image.Image:
+    """A row a corruption, a column a severity, names at the left."""
+    side = image.shape[-1]
+    font = ImageFont.load_default(size=14)
+    width = _LABEL + (len(SEVERITIES) + 1) * (side + _MARGIN)
+    sheet = Image.new("RGB", (width, _GAP + len(names) * (side + _MARGIN)), "white")
+    pen = ImageDraw.Draw(sheet)
+    for column, title in enumerate(("clean", *(f"severity {s}" for s in SEVERITIES))):
+        pen.text((_LABEL + column * (side + _MARGIN), _MARGIN), title, "black", font)
+    for row, name in enumerate(names):
+        top = _GAP + row * (side + _MARGIN)
+        pen.text((_MARGIN, top + side // 2 - 7), name.replace("_", " "), "black", font)
+        cells = [image, *(corrupt(image, name, severity, seed=seed) for severity in SEVERITIES)]
+        for column, cell in enumerate(cells):
+            pixels = (cell[0] * 255).round().to(torch.uint8)
+            sheet.paste(T.to_pil_image(pixels), (_LABEL + column * (side + _MARGIN), top))
+            tick()
+    return sheet

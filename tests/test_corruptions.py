@@ -1,0 +1,256 @@
+"""The corruptions: independent of the batch, and like those that made ImageNet-C."""
+
+import cv2
+import imagecorruptions
+import numpy as np
+import pytest
+import skimage
+import torch
+from PIL import Image
+from scipy.ndimage import gaussian_filter, map_coordinates
+
+import fata
+from fata.corruptions import BY_NAME, EXTRA, NAMES, digital, filters, weather
+from fata.corruptions.draws import Draws
+from fata.corruptions.tables import CONSTANTS, constants
+
+DETERMINISTIC = (
+    "defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate", "jpeg_compression",
+    "gaussian_blur", "saturate",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def photographs():
+    """Four of scikit-image's, 224 pixels a side, as bytes."""
+    pictures = (getattr(skimage.data, name)() for name in ("astronaut", "cat", "coffee", "rocket"))
+    sized = (Image.fromarray(picture).resize((224, 224), Image.BICUBIC) for picture in pictures)
+    return np.stack([np.array(picture) for picture in sized])
+
+
+def tensor(pixels):
+    return torch.from_numpy(np.ascontiguousarray(pixels)).permute(0, 3, 1, 2).float() / 255
+
+
+def reference(photographs, name, severity, seed=0):
+    np.random.seed(seed)
+    corrupted = [imagecorruptions.corrupt(p, severity, name) for p in photographs]
+    return tensor(np.stack(corrupted))
+
+
+def as_bytes(images):
+    """What a file would hold: the reference cuts off, it does not round."""
+    return (images * 255).floor() / 255
+
+
+def psnr(one, two):
+    return -10 * torch.log10((one - two).square().mean()).item()
+
+
+def test_all_nineteen_are_here():
+    assert len(NAMES) == 15
+    assert EXTRA == ("speckle_noise", "gaussian_blur", "spatter", "saturate")
+    assert set(CONSTANTS) == set(BY_NAME) == {*NAMES, *EXTRA}
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_deterministic_ones_are_the_references(photographs, name):
+    images = tensor(photographs)
+    for severity in range(1, 6):
+        ours = as_bytes(fata.corrupt(images, name, severity))
+        assert psnr(ours, reference(photographs, name, severity)) >= 40, severity
+
+
+def spectrum(difference):
+    """Power by frequency in eight rings, as shares."""
+    power = torch.fft.fft2(difference.mean(1)).abs().square().mean(0)
+    frequency = torch.fft.fftfreq(224)
+    ring = (16 * (frequency[:, None].square() + frequency.square()).sqrt()).long().clamp(max=7)
+    rings = torch.zeros(8).scatter_add_(0, ring.flatten(), power.flatten())
+    return rings / rings.sum()
+
+
+RANDOM = {  # tolerances: of the mean, of the deviation of the change, of its spectrum
+    "gaussian_noise": (0.003, 0.01, 0.02),
+    "shot_noise": (0.003, 0.02, 0.02),
+    "impulse_noise": (0.003, 0.02, 0.02),
+    "speckle_noise": (0.003, 0.01, 0.02),
+    "glass_blur": (0.003, 0.05, 0.05),
+    "motion_blur": (0.02, 0.1, 0.1),
+    "snow": (0.02, 0.06, 0.06),
+    "fog": (0.06, 0.25, 0.15),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_random_ones_change_images_as_the_reference_does(photographs, name):
+    mean, deviation, rings = RANDOM[name]
+    images = tensor(photographs)
+    for severity in (1, 3, 5):
+        ours = [fata.corrupt(images, name, severity, seed=s) - images for s in range(3)]
+        theirs = [reference(photographs, name, severity, s) - images for s in range(3)]
+        one, two = torch.cat(ours), torch.cat(theirs)
+        assert abs(one.mean() - two.mean()) <= mean + 0.002, severity  # files cut off, ours do not
+        assert one.std() / two.std() == pytest.approx(1, abs=deviation), severity
+        assert (spectrum(one) - spectrum(two)).abs().max() <= rings, severity
+
+
+def test_elastic_is_the_published_one(photographs):
+    """An affine map of three points, then a blurred field; written once more with OpenCV and SciPy.
+
+    (The package's own elastic transform has other constants and no affine map.)
+    """
+    rng = np.random.default_rng(0)
+    alpha, sigma, jitter = constants("elastic_transform", 5, 224)
+    theirs = []
+    for image in np.repeat(photographs, 4, 0) / np.float32(255):
+        middle, reach = np.float32([112, 112]), 224 // 3
+        before = middle + reach * np.float32([[1, 1], [1, -1], [-1, -1]])
+        after = before + rng.uniform(-jitter, jitter, (3, 2)).astype(np.float32)
+        moved = cv2.warpAffine(
+            image, cv2.getAffineTransform(before, after), (224, 224),
+            borderMode=cv2.BORDER_REFLECT_101,
+        )  # fmt: skip
+        dy, dx = (
+            alpha
+            * gaussian_filter(rng.uniform(-1, 1, (224, 224)), sigma, mode="reflect", truncate=3)
+            for _ in range(2)
+        )
+        y, x = np.mgrid[:224, :224]
+        planes = [
+            map_coordinates(moved[..., c], (y + dy, x + dx), order=1, mode="reflect")
+            for c in range(3)
+        ]
+        theirs.append(np.stack(planes))
+    images = tensor(np.repeat(photographs, 4, 0))
+    two = torch.from_numpy(np.stack(theirs)) - images
+    one = fata.corrupt(images, "elastic_transform", 5) - images
+    assert abs(one.mean() - two.mean()) < 0.005
+    assert one.std() / two.std() == pytest.approx(1, abs=0.08)
+    assert (spectrum(one) - spectrum(two)).abs().max() < 0.06
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_an_image_does_not_see_its_batch(name):
+    images = torch.rand(5, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+    whole = fata.corrupt(images, name, 4, seed=3, ids=range(10, 15))
+    alone = torch.cat(
+        [fata.corrupt(images[i : i + 1], name, 4, seed=3, ids=[10 + i]) for i in range(5)]
+    )
+    order = [3, 0, 4]
+    some = fata.corrupt(images[order], name, 4, seed=3, ids=[10 + i for i in order])
+    torch.testing.assert_close(alone, whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(some, whole[order], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("size", [(32, 32), (64, 64), (48, 100)])
+def test_any_size(name, size):
+    images = torch.rand(2, 3, *size, generator=torch.Generator().manual_seed(0))
+    for severity in (1, 5):
+        corrupted = fata.corrupt(images, name, severity)
+        assert corrupted.shape == images.shape
+        assert corrupted.dtype == torch.float32
+        assert 0 <= corrupted.min() <= corrupted.max() <= 1
+        assert not torch.equal(corrupted, images)
+
+
+@pytest.mark.parametrize("name", sorted(set(BY_NAME) - set(DETERMINISTIC)))
+def test_seeds_ids_and_severities_draw_apart(name):
+    images = torch.full((2, 3, 64, 64), 0.5) + 0.2 * torch.linspace(-1, 1, 64)
+    one = fata.corrupt(images, name, 5)
+    assert not torch.equal(one[0], one[1])
+    assert not torch.equal(one, fata.corrupt(images, name, 5, seed=1))
+    assert torch.equal(one, fata.corrupt(images, name, 5))
+
+
+def test_a_generator_gives_the_seed():
+    images = torch.full((1, 3, 32, 32), 0.5)
+    one, two = (
+        fata.corrupt(images, "gaussian_noise", 3, generator=torch.Generator().manual_seed(0))
+        for _ in range(2)
+    )
+    generator = torch.Generator().manual_seed(0)
+    again = [fata.corrupt(images, "gaussian_noise", 3, generator=generator) for _ in range(2)]
+    assert torch.equal(one, two)
+    assert torch.equal(again[0], one)
+    assert not torch.equal(again[1], one)
+
+
+def test_constants_by_the_nearest_published_size():
+    assert constants("gaussian_noise", 5, 224) == constants("gaussian_noise", 5, 384) == 0.38
+    assert constants("gaussian_noise", 5, 96) == 0.18
+    assert constants("gaussian_noise", 5, 28) == 0.10
+
+
+def test_jpeg_off_the_cpu_is_the_files_loss(photographs):
+    """The arithmetic for other devices against libjpeg, at odd sizes too."""
+    for images in (tensor(photographs), tensor(photographs[:, :101, :77])):
+        for quality in (7, 25, 85):
+            assert psnr(digital._jpeg(images, quality), digital.jpeg(images, quality)) > 40
+
+
+def test_the_released_files_jpeg_round_trip(photographs):
+    images = tensor(photographs)
+    plain = fata.corrupt(images, "contrast", 3)
+    stored = fata.corrupt(images, "contrast", 3, jpeg=True)
+    assert torch.equal(stored, digital.jpeg(plain, 85))
+    assert 30 < psnr(plain, stored) < 60
+
+
+def test_frost_says_where_its_pictures_are_from(monkeypatch):
+    images = torch.full((4, 3, 224, 224), 0.3)
+    assert weather.frost_source() == "imagecorruptions-imaug"
+    real = fata.corrupt(images, "frost", 3)
+    monkeypatch.setattr(weather, "_frost_folder", lambda: None)
+    weather.frost_pictures.cache_clear()
+    try:
+        assert weather.frost_source() == "procedural"
+        grown = fata.corrupt(images, "frost", 3)
+    finally:
+        weather.frost_pictures.cache_clear()
+    for frosted in (real, grown):
+        assert frosted.mean() > images.mean()
+        assert frosted.std() > 0.03
+
+
+def test_draws_are_uniform_normal_and_apart():
+    draws = Draws.of(0, range(4), "test", 1, torch.device("cpu"))
+    uniform, normal = draws.uniform(-1, 3, 40_000), draws.normal(40_001)
+    assert uniform.min() >= -1
+    assert uniform.max() < 3
+    assert uniform.mean().item() == pytest.approx(1, abs=0.02)
+    assert normal.mean().item() == pytest.approx(0, abs=0.01)
+    assert normal.std().item() == pytest.approx(1, abs=0.01)
+    assert normal.pow(4).mean().item() == pytest.approx(3, abs=0.1)
+    correlation = torch.corrcoef(torch.cat((uniform, normal[:, :40_000])))
+    assert (correlation - torch.eye(8)).abs().max() < 0.02
+    whole = draws.integer(-2, 2, 10_000)
+    assert sorted(whole.unique().tolist()) == [-2, -1, 0, 1]
+
+
+def test_borders():
+    x = torch.arange(4.0).view(1, 1, 1, 4)
+    for mode, expected in (
+        ("replicate", [0, 0, 0, 1, 2, 3, 3, 3]),
+        ("reflect", [2, 1, 0, 1, 2, 3, 2, 1]),
+        ("symmetric", [1, 0, 0, 1, 2, 3, 3, 2]),
+    ):
+        assert filters.pad(x, (0, 2), mode).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("images", "name", "severity", "fields", "message"),
+    [
+        (torch.zeros(1, 3, 32, 32), "gausian_noise", 1, {}, "Did you mean 'gaussian_noise'"),
+        (torch.zeros(1, 3, 32, 32), "fog", 6, {}, "must be 1, 2, 3, 4 or 5"),
+        (torch.zeros(1, 3, 32, 32, dtype=torch.uint8), "fog", 1, {}, "bytes are images / 255"),
+        (torch.zeros(3, 32, 32), "fog", 1, {}, r"must be \(B, 3, H, W\)"),
+        (torch.zeros(1, 3, 8, 32), "fog", 1, {}, "16 pixels at least"),
+        (torch.zeros(1, 3, 32, 32), "fog", 1, {"ids": [1, 2]}, "2 ids for 1 images"),
+        (np.zeros((1, 3, 32, 32)), "fog", 1, {}, "must be a float32 tensor"),
+    ],
+)
+def test_wrong_input(images, name, severity, fields, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        fata.corrupt(images, name, severity, **fields)

@@ -17,6 +17,17 @@ def adapter(net="resnet_gn", spec="tent+fata", **fields):
 # -- inputs that work
 
 
+@pytest.mark.parametrize("spec", ["eata", "sar+fata", "deyo+fata", "cotta", "memo"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_kind_of_step_in_half_precision_at_odd_sizes(spec, dtype):
+    fields = {"fisher_alpha": 0} if spec == "eata" else {}
+    fields |= {"views": 2, "augment": None} if spec in ("cotta", "memo") else {}
+    fields |= {"threshold": 1.0} if spec == "deyo+fata" else {}
+    adapted = fata.adapt(network("resnet_bn").to(dtype), spec, **fields)
+    x = torch.rand(5, 3, 19, 22, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert adapted(x).isfinite().all()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("net", fata.tiny.NAMES)
 def test_models_of_other_precision(net, dtype):
@@ -85,9 +96,6 @@ def test_dropout_stays_off_in_either_mode():
 
 
 def test_outputs_with_logits():
-    class Output(dict):
-        logits = None
-
     class Model(nn.Module):
         def __init__(self, wrap):
             super().__init__()
@@ -179,7 +187,221 @@ def test_a_gpu_adapts_like_the_cpu(net):
         torch.testing.assert_close(there(x.cuda()).cpu(), here(x), atol=1e-3, rtol=1e-2)
 
 
+class Around(nn.Module):
+    """A small network with something done to its images and logits."""
+
+    def __init__(self, before=None, after=None, net="resnet_gn"):
+        super().__init__()
+        self.net, self.before, self.after = network(net), before, after
+
+    def forward(self, x):
+        x = self.before(x) if self.before else x
+        x = self.net(x)
+        return self.after(x) if self.after else x
+
+
+@pytest.mark.parametrize("net", fata.tiny.NAMES)
+def test_bad_rows_get_the_logits_of_the_plain_model(net):
+    """A model that cleans its input has finite logits even for them: by the running statistics."""
+    bad = images(6)
+    bad[1, 0, 0, 0] = math.nan
+    model = Around(torch.nan_to_num, net=net).eval()
+    plain = model(bad).detach()[1]
+    assert plain.isfinite().all()
+    adapted = fata.adapt(model, "tent+fata")
+    torch.testing.assert_close(adapted(bad)[1], plain, atol=1e-3, rtol=1e-4)
+    with adapted.frozen():
+        assert adapted(bad).isfinite().all()
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+@pytest.mark.parametrize("spec", ["tent+fata", "eata+fata", "sar+fata"])
+def test_a_row_that_overflows_is_left_out_and_learning_goes_on(spec, share):
+    fields = {"redundancy": 2.0, "fisher_alpha": 0} if "eata" in spec else {}
+    adapted = adapter(spec=spec, **fields)
+    flood = images(8)
+    flood[3] = 3e38  # finite, but not for long
+    for x in (images(8), flood, images(8, seed=2)):
+        adapted._live().state.share = share
+        logits = adapted(x)
+    state = adapted._live().state
+    assert logits.isfinite().all()
+    assert adapted.counts["stepped"] == 3
+    assert adapted.counts["dropped"] == 0
+    assert all(tensor.isfinite().all() for tensor in {**state.host, **state.plus}.values())
+
+
+def test_classes_that_are_masked_out_have_no_part_in_the_entropy():
+    def mask(logits):
+        return torch.cat((logits, torch.full_like(logits[:, :2], -math.inf)), 1)
+
+    adapted = fata.adapt(Around(after=mask), "tent+fata")
+    adapted(images(8))
+    assert adapted.counts["selected"]["tent"] == 8
+    assert adapted.counts["stepped"] == 1
+
+
+@pytest.mark.parametrize("spec", ["tent", "sar+fata", "deyo+fata", "cotta"])
+def test_a_model_that_changes_its_images_in_place(spec):
+    def normalise(x):
+        return x.sub_(0.4).div_(0.3)
+
+    def normalised(x):
+        return (x - 0.4) / 0.3
+
+    stream = Case(None, None, "resnet_gn", 16).stream()
+    ends = []
+    for before in (normalise, normalised):
+        adapted = fata.adapt(Around(before), spec)
+        kept = [x.clone() for x in stream]
+        ends.append(torch.cat([adapted(x) for x in kept]))
+        assert all(torch.equal(a, b) for a, b in zip(kept, stream, strict=True))
+    torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("spec", ["cotta", "memo", "tent"])
+def test_autocast_does_not_answer_from_old_weights(spec):
+    """Casts are cached while the context lasts; weights that move in it must not be."""
+    fields = {"views": 2} if spec in ("cotta", "memo") else {}
+    ends = []
+    for cache in (True, False):
+        adapted = adapter("vit_ln", spec, lr=1e-2, **fields)
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache):
+            ends.append(torch.cat([adapted(images(4, seed=s)) for s in range(3)]))
+    assert torch.equal(*ends)
+
+
+def test_made_loaded_and_reset_inside_inference_mode():
+    model = network("resnet_gn")
+    with torch.inference_mode():
+        inside = fata.adapt(model, "sar+fata")
+        inside(images(8))
+        inside.load_state_dict(inside.state_dict())
+        inside(images(8))
+        inside.reset()
+    first = inside(images(8))
+    assert torch.equal(first, adapter(spec="sar+fata")(images(8)))
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields"),
+    [
+        ("fata", {"layer": "layer9"}),
+        ("tent", {"params": ["nothing"]}),
+        ("eata", {"fisher_data": []}),
+        ("eata", {"fisher_data": [torch.ones(2, 3, 16, 16, dtype=torch.uint8)]}),
+    ],
+)
+def test_an_adapter_that_cannot_be_made_leaves_the_model_alone(spec, fields):
+    model = network("resnet_bn").train()
+    with pytest.raises((ValueError, TypeError)):
+        fata.adapt(model, spec, **fields)
+    assert all(p.requires_grad for p in model.parameters())
+    for module in model.modules():
+        assert module.training
+        assert not module._forward_pre_hooks
+        assert getattr(module, "track_running_stats", True)
+    fata.adapt(model, "tent")  # and it can still be adapted
+
+
+def test_a_step_that_fails_changes_nothing():
+    class Failing(fata.Eata):
+        def observe(self, batch, selection, memory):
+            raise KeyboardInterrupt
+
+    adapted = fata.Adapter(
+        network("resnet_gn"), Failing(redundancy=2.0, fisher_alpha=0), fata.Fata()
+    )
+    before = adapted.state_dict()
+    with pytest.raises(KeyboardInterrupt):
+        adapted(images(16))
+    after = adapted.state_dict()
+    assert after.pop("meta") == before.pop("meta")
+    assert all(torch.equal(after[n], before[n]) for n in before)
+    assert torch.equal(adapted._live().theta.read(), adapted._live().source)
+
+
+def test_a_method_may_recover_without_a_step():
+    class Giving(fata.Tent):
+        def recover(self, memory):
+            return memory.get("tired")
+
+        def observe(self, batch, selection, memory):
+            return {"tired": torch.tensor(not selection.rows.any())}
+
+        def select(self, batch, memory):
+            rows = super().select(batch, memory)
+            return fata.Selection(rows.rows & (batch.images.mean() > 0), rows.weights)
+
+    adapted = fata.Adapter(network("resnet_gn"), Giving(), lr=1e-2)
+    adapted(images(8))
+    assert not torch.equal(adapted._live().theta.read(), adapted._live().source)
+    adapted(-images(8))
+    assert torch.equal(adapted._live().theta.read(), adapted._live().source)
+    assert adapted.counts["recovered"] == 1
+
+
+def test_tied_and_whole_number_parameters():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3)
+            self.again = nn.LayerNorm(4)
+            self.again.weight, self.again.bias = self.norm.weight, self.norm.bias
+            self.steps = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+
+        def forward(self, x):
+            return self.head(self.again(self.first(self.norm(x))))
+
+    for params in ("all", "every"):
+        adapted = fata.Adapter(Tied(), fata.Tent(), params=params, lr=0.1)
+        assert "steps" not in adapted.adapted
+        assert [n for n in adapted.adapted if "norm" in n or "again" in n] == [
+            "norm.weight",
+            "norm.bias",
+        ]
+        adapted(torch.rand(4, 4))
+        other = fata.Adapter(adapted.unwrap(), fata.Tent(), params=params)
+        assert torch.equal(other.model.again.weight, other.model.norm.weight)
+
+
+def test_batchnorm_called_by_keyword():
+    class Keyword(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.head = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(input=x))
+
+    for spec in ("tent", "memo"):
+        fields = {"augment": lambda x, n: x.expand(n, -1)} if spec == "memo" else {}
+        assert fata.adapt(Keyword(), spec, **fields)(torch.rand(5, 4)).isfinite().all()
+
+
 # -- errors
+
+
+def test_one_adapter_a_model():
+    adapted = adapter()
+    with pytest.raises(ValueError, match=r"another adapter has this model: call unwrap\(\)"):
+        fata.adapt(adapted.model, "tent")
+    fata.adapt(adapted.unwrap(), "tent")
+
+
+def test_fata_belongs_beside_a_host_and_once():
+    with pytest.raises(ValueError, match="'cotta' has a step of its own"):
+        fata.Adapter(network("resnet_gn"), fata.Cotta(), fata.Fata())
+    with pytest.raises(TypeError, match="given twice"):
+        fata.Adapter(network("resnet_gn"), fata.Fata(), fata.Fata())
+
+
+def test_parameters_that_no_gradient_reaches():
+    adapted = fata.Adapter(Around(torch.no_grad()(lambda x: x)), fata.Tent())
+    adapted(images(4))
+    model = Around(after=lambda logits: logits.detach())
+    with pytest.raises(ValueError, match="no gradient reaches the parameters that adapt"):
+        fata.adapt(model, "tent")(images(4))
 
 
 @pytest.mark.parametrize(
@@ -211,10 +433,20 @@ def test_a_gpu_adapts_like_the_cpu(net):
         ("tent", {"params": ["layer9"]}, r"'layer9' is no parameter and no module.*Known"),
         ("tent", {"params": []}, r"name at least one"),
         ("tent", {"guard": True}, r"guard is not part of this version"),
-        ("tent", {"fisher_data": []}, r"'tent' has no Fisher penalty"),
+        ("tent", {"fisher_data": []}, r"Tent\(\) has no Fisher penalty"),
         ("eata", {"fisher_data": []}, r"fisher_data gave no batch"),
-        ("eata", {"fisher_data": 5}, r"must give batches of images, got int"),
+        ("eata", {"fisher_data": 5}, r"must give batches of images, such as \[images\]; got 5"),
         ("eata", {"fisher_data": {"a": torch.ones(1)}}, r"a Fisher of other parameters \('a'\)"),
+        (
+            "eata",
+            {"fisher_data": torch.ones(2, 3, 16, 16)},
+            r"one tensor of shape \(2, 3, 16, 16\)",
+        ),
+        ("eata", {"fisher_data": [torch.full((2, 3, 16, 16), math.nan)]}, r"not finite"),
+        ("eata", {"threshold": math.inf}, r"units of ln C: above 0 and at most 1"),
+        ("fata", {"scale": math.inf}, r"units of ln C: above 0 and at most 1"),
+        ("deyo", {"patches": 2.5}, r"must be a whole number at least 1"),
+        ("cotta", {"mean": (0.5, 0.5, 0.5)}, r"give both, or neither"),
     ],
 )
 def test_wrong_arguments(spec, fields, message):

@@ -163,6 +163,8 @@ def test_channel_axis():
     assert channel_axis(torch.zeros(2, 7, 6), torch.nn.ReLU()) == 2
     assert channel_axis(torch.zeros(2, 7, 6, 5), torch.nn.ReLU()) == 1
     assert channel_axis(torch.zeros(2, 6), linear) == 1
+    heads = torch.nn.Sequential(torch.nn.LayerNorm(6), torch.nn.Linear(6, 5))  # 5: not a width
+    assert channel_axis(torch.zeros(2, 5, 5, 6), heads) == 3
 
 
 def test_channel_mean_of_half_precision_is_taken_in_full():

@@ -7,7 +7,7 @@ from fata.check import CHECKS, ROWS, Case
 from fata.methods import SPECS, parse
 
 # Fields with which a method selects some, but not all, rows of small networks with 10 classes.
-EATA = {"redundancy": 0.6, "fisher_alpha": 0}
+EATA = {"redundancy": 0.6, "fisher_alpha": 1.0}
 TABLE = {
     "source": {},
     "norm": {},

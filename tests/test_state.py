@@ -88,11 +88,14 @@ def test_other_parameters_layer_or_fisher_are_refused(saved, tmp_path):
     refused(adapter(layer="layer2"), saved, "FATA at layer 'layer3'; this adapter taps 'layer2'")
     eata = adapter(spec="eata", fisher_data=[images(4)])
     eata.save(tmp_path / "eata")
-    refused(
-        adapter(spec="eata", fisher_alpha=0),
-        tmp_path / "eata",
-        "adapted with Fisher data, and this adapter was made without",
-    )
+    with pytest.warns(UserWarning, match="is ETA"):
+        without = adapter(spec="eata")
+    refused(without, tmp_path / "eata", "with Fisher data, and this adapter was made without")
+    refused(adapter(sigma=0.5), saved, "adapted with sigma=1.0; this adapter has sigma=0.5")
+    refused(adapter(rho=0.1), saved, "adapted with rho=0.05; this adapter has rho=0.1")
+    more = adapter(params="all")
+    more.save(tmp_path / "more")
+    refused(adapter(), tmp_path / "more", "adapts other parameters")
 
 
 def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
@@ -106,6 +109,14 @@ def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
         refused(adapter(), tmp_path / name, "damaged or no safetensors file")
     save_file({"x": torch.ones(2)}, tmp_path / "foreign")
     refused(adapter(), tmp_path / "foreign", "not the state of an adapter")
+    flipped = bytearray(whole)
+    flipped[-50] ^= 0x10
+    (tmp_path / "flipped").write_bytes(flipped)
+    refused(adapter(), tmp_path / "flipped", "its contents are not those that were saved")
+    state = fata.state.load(saved)
+    for broken in ({**state, "meta": {"format": 1}}, {n: state[n] for n in list(state)[3:]}):
+        with pytest.raises(fata.StateError, match="damaged"):
+            adapter().load_state_dict(broken)
     with pytest.raises(FileNotFoundError, match="no state at"):
         adapter().load(tmp_path / "nowhere")
     with pytest.raises(fata.StateError, match="no 'meta'"):
@@ -135,6 +146,44 @@ def test_a_saved_file_keeps_the_usual_permissions(saved, tmp_path):
     plain = tmp_path / "plain"
     plain.touch()
     assert saved.stat().st_mode == plain.stat().st_mode
+
+
+def test_memo_has_nothing_to_save():
+    memo = adapter(spec="memo", views=2)
+    memo(images(2))
+    assert set(memo.state_dict()) == {"meta"}
+
+
+def test_a_model_with_shared_layers_and_a_counter_is_known_again():
+    class Shared(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.norm = network("resnet_gn"), torch.nn.LayerNorm(10)
+            self.same = self.norm
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return self.same(self.norm(self.net(x)))
+
+    one, two = (fata.adapt(Shared(), "eata+fata", fisher_alpha=0, lr=0.1) for _ in range(2))
+    one(STREAM[0])
+    two.load_state_dict(one.state_dict())
+    assert torch.equal(two(STREAM[1]), one(STREAM[1]))
+
+
+def test_a_reset_after_loading_another_seed_is_ones_own():
+    mine, other = adapter(seed=1), adapter(seed=2)
+    first = torch.cat([mine(x) for x in STREAM])
+    other(STREAM[0])
+    mine.load_state_dict(other.state_dict())
+    mine.reset()
+    assert torch.equal(torch.cat([mine(x) for x in STREAM]), first)
+
+
+def test_inside_a_larger_module_an_adapter_is_an_ordinary_one():
+    whole = torch.nn.ModuleDict({"camera": adapter()})
+    assert "camera.model.fc.weight" in whole.state_dict()
 
 
 def test_state_dict_is_a_copy():

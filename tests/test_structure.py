@@ -6,6 +6,7 @@ from torch import nn
 
 import fata
 from fata.structure import auto_layer, truncated, trunk
+from fata.tap import Tap
 
 
 def small():
@@ -52,6 +53,29 @@ def test_a_wrapper_or_a_sequence_around_it_changes_nothing(name):
     assert auto_layer(wrapped) == f"inner.{auto_layer(fata.tiny.build(name))}"
     sequence = nn.Sequential(fata.tiny.build(name), nn.Linear(10, 4))
     assert truncated(sequence) == [f"0.{n}" for n in plain]
+
+
+def test_only_the_tail_is_computed_again():
+    """Modules before the layer run once a pass; their answers serve the tail."""
+    model = fata.tiny.build("resnet_gn")
+    ran = []
+    for name, module in model.named_modules():
+        if name in ("conv1", "layer2.0.conv1", "layer3.0.conv1", "layer4.0.conv1", "fc"):
+            forward = module.forward
+
+            def counted(x, name=name, forward=forward):
+                ran.append(name)
+                return forward(x)
+
+            module.forward = counted
+    tap = Tap(model, "layer3")
+    recording = tap.record(torch.rand(2, 3, 16, 16))
+    ran.clear()
+    recording.tail(recording.z)
+    assert ran == ["layer4.0.conv1", "fc"]
+    ran.clear()
+    tap.feature(torch.rand(2, 3, 16, 16))
+    assert len(ran) == 5  # one pass, no more
 
 
 def test_few_equal_blocks_keep_one():

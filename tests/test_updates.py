@@ -34,7 +34,9 @@ def test_entropy_and_cross_entropy_by_hand():
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(2), 0.0, -math.inf, -math.inf]])
     assert entropy(logits[:1]).item() == pytest.approx(math.log(4))
     expected = -2 / 3 * math.log(2 / 3) - 1 / 3 * math.log(1 / 3)
-    assert entropy(logits[1:, :2]).item() == pytest.approx(expected)
+    masked = logits[1:].clone().requires_grad_()
+    assert entropy(masked).item() == pytest.approx(expected)
+    assert torch.autograd.grad(entropy(masked).sum(), masked)[0].isfinite().all()
     assert soft_cross_entropy(logits[:1], logits[:1]).item() == pytest.approx(math.log(4))
 
 

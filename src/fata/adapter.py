@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +16,13 @@ from fata import state as states
 from fata.augment import Fata
 from fata.engine import Engine
 from fata.fisher import FisherData, fisher
-from fata.method import Method
+from fata.method import Method, OwnStep
 from fata.methods import describe, parse, spec_of
 from fata.methods.source import Norm
 from fata.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate
+
+_ADAPTED: WeakSet[nn.Module] = WeakSet()  # models that an adapter has now
 
 
 class Adapter(nn.Module):
@@ -61,6 +64,8 @@ class Adapter(nn.Module):
     ) -> None:
         super().__init__()
         if isinstance(method, Fata):  # its loss alone
+            if plus is not None:
+                raise TypeError("fata.Fata is given twice: as the method and as plus.")
             plus, method = method, Norm()
         _check_model(model)
         _check_arguments(method, plus, fisher_data, guard)
@@ -76,17 +81,25 @@ class Adapter(nn.Module):
 
         self._modes = [(module, module.training) for module in model.modules()]
         self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-        model.eval()  # dropout and stochastic depth off
-        model.requires_grad_(False)
-        for parameter in theta.parameters:
-            parameter.requires_grad_(True)
-        self.model = model
-        self._engine: Engine | None = Engine(model, method, plus, theta, learning_rate, vit, seed)
+        self._engine: Engine | None = None
         self._learning = True
         self._fingerprint: str | None = None
-        if fisher_data is not None:
-            self._engine.fisher = fisher(self._engine, fisher_data)
-            self._engine.state = self._engine.fresh()
+        self.model = model
+        with torch.inference_mode(False):
+            engine = Engine(model, method, plus, theta, learning_rate, vit, seed)
+            try:
+                model.eval()  # dropout and stochastic depth off
+                model.requires_grad_(False)
+                for parameter in theta.parameters:
+                    parameter.requires_grad_(True)
+                if fisher_data is not None:
+                    engine.fisher = fisher(engine, fisher_data)
+                    engine.state = engine.fresh()
+            except BaseException:
+                self._restore(engine)
+                raise
+        self._engine = engine
+        _ADAPTED.add(model)
 
     # -- predicting ---------------------------------------------------------------------------
 
@@ -102,38 +115,19 @@ class Adapter(nn.Module):
             if images.is_inference():
                 images = images.clone()
             images = images.detach()
+            answer = engine.step if self._learning else engine.answer
             finite = images.flatten(1).isfinite().all(1)
             if finite.all():
-                return self._answer(images)
-            logits = self._plain(images[~finite])
-            answer = logits.new_empty(len(images), logits.shape[1])
-            answer[~finite] = logits
+                return answer(images).detach()
+            with engine.statistics.suspended() if engine.statistics else nullcontext():
+                bad = engine.answer(images[~finite])
+            logits = bad.new_empty(len(images), bad.shape[1])
+            logits[~finite] = bad
             if finite.any():
-                answer[finite] = self._answer(images[finite])
+                logits[finite] = answer(images[finite]).detach()
             if self._learning:
-                engine.state.count(seen=len(logits), not_finite=len(logits))
-            return answer
-
-    def _answer(self, images: Tensor) -> Tensor:
-        engine = self._live()
-        if not self._learning:
-            return self._uncounted(images)
-        engine.state.count(seen=len(images))
-        return engine.step(images).detach()
-
-    def _uncounted(self, images: Tensor) -> Tensor:
-        engine = self._live()
-        counts = dict(engine.state.counts)
-        logits = engine.predict(images)
-        engine.state.counts = counts
-        return logits
-
-    def _plain(self, images: Tensor) -> Tensor:
-        statistics = self._live().statistics
-        if statistics is None:
-            return self._uncounted(images)
-        with statistics.suspended():
-            return self._uncounted(images)
+                engine.state.count(seen=len(bad), not_finite=len(bad))
+            return logits
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
@@ -187,9 +181,13 @@ class Adapter(nn.Module):
 
     @property
     def counts(self) -> dict[str, Any]:
-        """Rows seen, selected by each term, passed forward and back; steps and recoveries."""
+        """Rows seen, selected by each term, passed forward and back; steps and recoveries.
+
+        `dropped` are steps whose gradient was not finite; they moved nothing. Set-up (Fisher, the
+        one pass in which FATA's tap finds its way) is not counted.
+        """
         counts = {name: int(number) for name, number in self._live().state.counts.items()}
-        names = ("seen", "not_finite", "stepped", "recovered")
+        names = ("seen", "not_finite", "stepped", "dropped", "recovered")
         rows = ("rows_forward", "rows_tail", "rows_backward")
         selected = {self.method.name: counts.get("host", 0)}
         if self.plus is not None:
@@ -213,23 +211,31 @@ class Adapter(nn.Module):
     def reset(self) -> None:
         """Back to the source model, bit for bit, and to the first batch."""
         engine = self._live()
-        engine.state = engine.fresh()
-        engine.theta.write(engine.source)
+        with torch.inference_mode(False):
+            engine.state = engine.fresh()
+            engine.theta.write(engine.source)
 
     def unwrap(self) -> nn.Module:
         """The plain model with the adapted weights, its modes and flags as they were given.
 
-        The adapter is of no use afterwards. A BatchNorm model is back at its running statistics.
+        The adapter is of no use afterwards. A BatchNorm model is back at its running statistics;
+        after CoTTA the weights are the teacher's, which gave the answers.
         """
         engine = self._live()
+        if isinstance(engine.method, OwnStep):
+            engine.theta.write(engine.method.answering(engine))
+        self._restore(engine)
+        _ADAPTED.discard(self.model)
+        self._engine = None
+        return self.model
+
+    def _restore(self, engine: Engine) -> None:
         if engine.statistics is not None:
             engine.statistics.remove()
         for module, training in self._modes:
             module.training = training
         for parameter, requires_grad in self._flags:
             parameter.requires_grad_(requires_grad)
-        self._engine = None
-        return self.model
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to one safetensors file; an older file there is replaced whole."""
@@ -240,15 +246,21 @@ class Adapter(nn.Module):
         self.load_state_dict(states.load(path))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What moved and what is remembered, by name; `meta` says whose state it is."""
-        return states.pack(self._live(), self._source())
+        """What moved and what is remembered, by name; `meta` says whose state it is.
+
+        As a part of a larger module (which asks with arguments) an adapter is an ordinary one.
+        """
+        if args or kwargs:
+            return super().state_dict(*args, **kwargs)
+        with torch.inference_mode(False):
+            return states.pack(self._live(), self._source())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Go on from a `state_dict`. One that does not belong here is refused."""
         engine = self._live()
-        engine.state = states.unpack(engine, self._source(), state_dict)
-        engine.seed = state_dict["meta"]["seed"]
-        engine.theta.write(engine.state.theta)
+        with torch.inference_mode(False):
+            engine.state = states.unpack(engine, self._source(), state_dict)
+            engine.theta.write(engine.state.theta)
 
     def _source(self) -> str:
         if self._fingerprint is None:
@@ -312,6 +324,11 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(model, Adapter):
         raise TypeError("model is an Adapter already; call unwrap() on it first.")
+    if model in _ADAPTED:
+        raise ValueError(
+            "another adapter has this model: call unwrap() on that one first (reset() before, for "
+            "the source weights), or give a copy of the model."
+        )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be adapted; give the nn.Module it came from.")
     if any(tensor.is_inference() for tensor in model.parameters()):
@@ -331,10 +348,11 @@ def _check_arguments(
         )
     if plus is not None and not isinstance(plus, Fata):
         raise TypeError(f"plus must be a fata.Fata(...) or None, got {plus!r}.")
-    penalty = type(method).regulariser is not Method.regulariser
-    if fisher_data is not None and not penalty:
-        raise ValueError(f"fisher_data: {method.name!r} has no Fisher penalty; only 'eata' has.")
-    if fisher_data is None and getattr(method, "fisher_alpha", False):
+    if plus is not None and isinstance(method, OwnStep):
+        raise ValueError(f"{method.name!r} has a step of its own, to which FATA cannot be added.")
+    if fisher_data is not None and not method.wants_fisher:
+        raise ValueError(f"fisher_data: {method!r} has no Fisher penalty (fisher_alpha above 0).")
+    if fisher_data is None and method.wants_fisher:
         warnings.warn(
             "no fisher_data: EATA without its penalty is ETA. Give batches of clean images as "
             "fisher_data, or say fisher_alpha=0 to mean it.",

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from fata.losses import entropy, soft_cross_entropy
 from fata.method import Batch, Memory, in_range, is_threshold
+from fata.norms import is_norm
 from fata.selection import Selection, confidence, reliable
 
 LOSSES = ("fata", "simple_aug", "mse", "simple_ce")
@@ -67,7 +68,7 @@ class Fata:
         if self.ema is not None:
             in_range(self, "ema", 0, 1, hint=", or None for no moving average")
         is_threshold(self, "threshold")
-        is_threshold(self, "scale")
+        is_threshold(self, "scale", unlimited=False)
         in_range(self, "weight", 0)
         _one_of(self, "spread", ("std", "variance"))
         _one_of(self, "loss", LOSSES)
@@ -102,13 +103,14 @@ class Fata:
 
     def delta(self, mu: Tensor, memory: Memory) -> Tensor:
         """How freely each channel's mean may move, (D,), at most 1."""
+        single = torch.full_like(mu[0], 0.5)
         if len(mu) == 1:
-            return torch.full_like(mu[0], 0.5)
+            return single
         spread = mu.std(0) if self.spread == "std" else mu.var(0)
         delta = spread / spread.max().clamp(min=1e-12)
-        if self.ema is None or "delta" not in memory:
-            return delta
-        return self.ema * memory["delta"] + (1 - self.ema) * delta
+        if self.ema is not None and "delta" in memory:
+            single, delta = memory["delta"], torch.lerp(delta, memory["delta"], self.ema)
+        return torch.where(delta.isfinite().all(), delta, single)  # a row may have overflowed
 
     def observe(self, perturb: Perturb, memory: Memory) -> Memory:
         """Keep the moving average that this batch's delta was."""
@@ -147,10 +149,12 @@ def channel_mean(z: Tensor, axis: int) -> Tensor:
 def channel_axis(z: Tensor, layer: nn.Module) -> int:
     """Which axis of the layer's output holds the channels.
 
-    The one whose length is a width of the layer's own weights; where both fit, or none, the
-    second of a map (B, D, H, W) and the last of tokens (B, N, D).
+    The one whose length is a width of the layer's own normalisation layers, or of its weights where
+    it has none; where both fit, or neither, the second of a map (B, D, H, W) and the last of tokens
+    (B, N, D).
     """
-    widths = {p.shape[0] for p in layer.parameters()}
+    norms = [p for module in layer.modules() if is_norm(module) for p in module.parameters()]
+    widths = {p.shape[0] for p in norms or layer.parameters() if p.ndim}
     usual, other = (1, z.ndim - 1) if z.ndim == 4 else (z.ndim - 1, 1)
     fits = z.shape[other] in widths and z.shape[usual] not in widths
     return other if fits else usual

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import cache
@@ -48,9 +47,9 @@ class Case:
     def adapter(self, **changes: Any) -> Adapter:
         """A new adapter on a new copy of the network."""
         changes = {"method": self.method, "plus": self.plus, "lr": 2e-3, "seed": 1, **changes}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # EATA without Fisher data says that it is ETA
-            return Adapter(network(self.net), **changes)
+        if changes["method"].wants_fisher:
+            changes["fisher_data"] = [images(8, seed=6)]
+        return Adapter(network(self.net), **changes)
 
     def plain(self) -> Adapter:
         """An adapter that learns nothing, with the same BatchNorm statistics."""
@@ -285,9 +284,8 @@ def unwrap_leaves_a_plain_model(case: Case) -> None:
     model = network(case.net).train()
     next(model.parameters()).requires_grad_(False)
     flags = [parameter.requires_grad for parameter in model.parameters()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        adapter = Adapter(model, case.method, case.plus)
+    data = [images(8, seed=6)] if case.method.wants_fisher else None
+    adapter = Adapter(model, case.method, case.plus, fisher_data=data)
     _run(adapter, case.stream())
     _ensure(adapter.unwrap() is model, "unwrap gave another model")
     for name, module in model.named_modules():

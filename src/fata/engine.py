@@ -21,6 +21,7 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ class State:
 
     theta: Tensor
     velocity: Tensor
+    seed: int
     host: Memory = field(default_factory=dict)
     plus: Memory = field(default_factory=dict)
     batches: int = 0
@@ -95,10 +97,11 @@ class Engine:
     ) -> None:
         self.model, self.method, self.plus, self.theta, self.rate = model, method, plus, theta, rate
         self.vit, self.seed = vit, seed
-        self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
+        self.tap = Tap(model, plus.layer, self._call) if plus else None
         self.coupled = bool(batch_norms(model)) and method.batch_statistics
-        self.tap = Tap(model, plus.layer) if plus else None
         self.source = theta.read()
+        self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
+        self._overwrites: bool | None = None  # whether the model changes its images; None: unknown
         self.fisher: Tensor | None = None
         self.state = self.fresh()
 
@@ -110,7 +113,7 @@ class Engine:
 
     def fresh(self) -> State:
         """The state before the first batch."""
-        return State(self.source, torch.zeros_like(self.source))
+        return State(self.source, torch.zeros_like(self.source), self.seed)
 
     def generator(self, purpose: str, device: str | None = None) -> torch.Generator:
         """Draws for one purpose on this batch; they depend on (seed, batch, purpose) alone."""
@@ -124,18 +127,48 @@ class Engine:
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images in full precision, with a gradient where it is enabled."""
         self.state.count(rows_forward=len(images))
-        return logits_of(self.model(images), len(images))
+        return logits_of(self._call(images), len(images))
+
+    def answer(self, images: Tensor) -> Tensor:
+        """Logits of the images from the weights that answer; learns and counts nothing."""
+        counts = dict(self.state.counts)
+        try:
+            if isinstance(self.method, OwnStep):
+                with self.theta.at(self.method.answering(self), back=self.state.theta):
+                    return self.predict(images)
+            return self.predict(images)
+        finally:
+            self.state.counts = counts
 
     def step(self, images: Tensor) -> Tensor:
-        """Predict a batch and learn from it; returns the logits of the clean images."""
-        if isinstance(self.method, OwnStep):
-            logits = self.method.step(self, images)
-        elif not self.theta.names:
-            logits = self.predict(images)
-        else:
-            logits = self._step(images)
+        """Predict a batch and learn from it; returns the logits of the clean images.
+
+        A step that fails, or is interrupted, leaves model and state as they were before it.
+        """
+        before = replace(self.state, counts=dict(self.state.counts))
+        try:
+            if isinstance(self.method, OwnStep):
+                logits = self.method.step(self, images)
+            elif not self.theta.names:
+                logits = self.predict(images)
+            else:
+                logits = self._step(images)
+        except BaseException:
+            self.state = before
+            self.theta.write(before.theta)
+            raise
+        self.state.count(seen=len(images))
         self.state.batches += 1
         return logits
+
+    def _call(self, images: Tensor) -> Any:
+        """The model's output; from a copy, where the model overwrites the images it is given."""
+        if self._overwrites is None:
+            copy = images.clone()
+            output = self.model(copy)
+            self._overwrites = copy._version > 0
+            return output
+        return self.model(images.clone() if self._overwrites else images)
 
     def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:
         """Descend. A gradient that is not finite moves nothing."""
@@ -144,7 +177,7 @@ class Engine:
         theta, velocity = sgd(state.theta, state.velocity, gradient, lr, nesterov)
         state.theta = torch.where(fine, theta, state.theta)
         state.velocity = torch.where(fine, velocity, state.velocity)
-        state.count(stepped=fine.long())
+        state.count(stepped=fine.long(), dropped=(~fine).long())
 
     def move(self) -> None:
         """Follow the model to another device."""
@@ -179,8 +212,9 @@ class Engine:
         with torch.set_grad_enabled(dense):
             first = self._tapped(images)
         seen = self._seen(images, first.logits)
-        host = self.method.select(seen, self.state.host)
+        host = self.method.select(seen, self.state.host).among(seen.finite)
         plus = self.plus.select(seen) if self.plus else Selection.none(seen.entropy)
+        plus = plus.among(seen.finite)
         self.state.count(host=host.rows.sum(), plus=plus.rows.sum())
         self._learn(first, Terms(seen, host, plus), dense)
         if self.plus and first.perturb:
@@ -189,8 +223,11 @@ class Engine:
 
     def _learn(self, first: Pass, terms: Terms, dense: bool) -> None:
         """Gradient of the selected rows, update, observe, recover."""
-        state = self.state
-        chosen = torch.stack((terms.host.rows, terms.plus.rows)).cpu()  # the one wait for a device
+        state, seen = self.state, terms.batch
+        # A wait for the device: which rows to gather.
+        *selected, finite = torch.stack((terms.host.rows, terms.plus.rows, seen.finite)).cpu()
+        chosen = torch.stack(selected)
+        dense = dense and (self.coupled or bool(finite.all()))  # 0 x NaN is no 0 in a gradient
         share = chosen.any(0).float().mean().item()
         state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
         last = terms
@@ -204,8 +241,8 @@ class Engine:
         if gradient is not None:
             self.update(gradient + self._regulariser(), self.rate(len(terms.batch.images)))
         state.host = self.method.observe(last.batch, last.host, state.host)
-        self._recover()
-        if gradient is not None:
+        recovered = self._recover()
+        if gradient is not None or recovered:
             self.theta.write(state.theta)
 
     def _sharp(
@@ -220,7 +257,7 @@ class Engine:
         with self.theta.at(there, back=theta):
             second, last = self._again(first, terms, chosen.any(0))
             again = self._seen(last.batch.images, second.logits)
-            host = self.method.select(again, self.state.host).among(last.host.rows)
+            host = self.method.select(again, self.state.host).among(last.host.rows & again.finite)
             plus = bool(chosen[1].any())
             gradient = None
             if plus or host.rows.any():
@@ -277,18 +314,18 @@ class Engine:
                 return theta.new_zeros(())
             return torch.autograd.grad(penalty, theta)[0]
 
-    def _recover(self) -> None:
+    def _recover(self) -> bool:
         """Back to the source where the method says so: weights, momentum and its own memory."""
         state, lost = self.state, self.method.recover(self.state.host)
-        if lost is None:
-            return
-        state.count(recovered=lost.long())
-        if lost:
-            state.theta, state.velocity, state.host = self.source, torch.zeros_like(self.source), {}
+        if lost is None or not lost:
+            return False
+        state.count(recovered=1)
+        state.theta, state.velocity, state.host = self.source, torch.zeros_like(self.source), {}
+        return True
 
     def _seen(self, images: Tensor, logits: Tensor) -> Batch:
         return Batch(images, logits.detach(), self.predict, self._seed("host"))
 
     def _seed(self, purpose: str) -> int:
-        text = f"{self.seed}/{self.state.batches}/{purpose}".encode()
+        text = f"{self.state.seed}/{self.state.batches}/{purpose}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

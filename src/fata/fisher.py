@@ -30,14 +30,17 @@ def fisher(engine: Engine, data: FisherData) -> Tensor:
     """
     theta = engine.theta
     if isinstance(data, Mapping):
-        if set(data) != set(theta.names):
+        shapes = [tuple(p.shape) for p in theta.parameters]
+        given = [tuple(data[name].shape) if name in data else None for name in theta.names]
+        if len(data) != len(shapes) or given != shapes:
             raise ValueError(
                 f"fisher_data: a Fisher of other parameters ({listed(data, 6)}) than those that "
                 f"adapt ({listed(theta.names, 6)})."
             )
         return theta.join([data[name] for name in theta.names]).to(engine.device)
-    if not isinstance(data, Iterable):
-        raise TypeError(f"fisher_data must give batches of images, got {type(data).__name__}.")
+    if not isinstance(data, Iterable) or (isinstance(data, Tensor) and data.ndim < 5):
+        given_ = f"one tensor of shape {tuple(data.shape)}" if isinstance(data, Tensor) else data
+        raise TypeError(f"fisher_data must give batches of images, such as [images]; got {given_}.")
     total, batches = torch.zeros_like(engine.source), 0
     console = Console(stderr=True)
     for batch in track(
@@ -45,6 +48,8 @@ def fisher(engine: Engine, data: FisherData) -> Tensor:
     ):
         images = batch[0] if isinstance(batch, tuple | list) else batch
         engine.check(images)
+        if not images.isfinite().all():
+            raise ValueError("fisher_data: an image has pixels that are not finite.")
         with torch.inference_mode(False), torch.enable_grad():
             logits = engine.forward(images.detach().clone())
             total += theta.gradient(F.cross_entropy(logits, logits.argmax(1))).square()

@@ -10,8 +10,8 @@ from fata.selection import Selection
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """H(o) = -sum_c p_c log p_c of each row, in nats."""
-    log_probs = F.log_softmax(logits, 1)
+    """H(o) = -sum_c p_c log p_c of each row, in nats; a class at -inf has no part in it."""
+    log_probs = F.log_softmax(logits, 1).clamp(min=-1e4)
     return -(log_probs.exp() * log_probs).sum(1)
 
 
@@ -30,7 +30,8 @@ def weighted_mean(values: Tensor, selection: Selection) -> Tensor:
     """Mean of weight x value over the selected rows; 0 where none is selected.
 
     It divides by the number of selected rows, never by the batch. Rows that are not selected are
-    cut off before the product, so that a non-finite one cannot reach the sum.
+    cut off before the product, so that one that is not finite does not reach the sum.
     """
-    weighted = torch.where(selection.rows, selection.weights * values, 0)
-    return weighted.sum() / selection.rows.sum().clamp(min=1)
+    rows = selection.rows
+    weighted = torch.where(rows, selection.weights, 0) * torch.where(rows, values, 0)
+    return weighted.sum() / rows.sum().clamp(min=1)

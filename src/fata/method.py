@@ -45,6 +45,11 @@ class Batch:
         return entropy(self.logits)
 
     @cached_property
+    def finite(self) -> Tensor:
+        """Rows whose logits are all finite, or -inf for a class that is left out."""
+        return self.entropy.isfinite()
+
+    @cached_property
     def pseudo_label(self) -> Tensor:
         """The class that each row is predicted to be."""
         return self.logits.argmax(1)
@@ -84,6 +89,11 @@ class Method:
         """SAM's rho; None: a plain step."""
         return None
 
+    @property
+    def wants_fisher(self) -> bool:
+        """Whether the regulariser weighs parameters by their Fisher information."""
+        return False
+
     def select(self, batch: Batch, memory: Memory) -> Selection:
         """Rows to learn from and their weights."""
         raise NotImplementedError(f"{type(self).__name__} must say which rows it selects")
@@ -112,9 +122,15 @@ class Method:
 class OwnStep(Method):
     """A method whose batch goes another way (a teacher, one image at a time)."""
 
+    episodic: ClassVar[bool] = False  # back at the source after every batch: nothing to save
+
     def select(self, batch: Batch, memory: Memory) -> Selection:
         """No row by the common way."""
         return Selection.none(batch.entropy)
+
+    def answering(self, engine: Engine) -> Tensor:
+        """The weights that answer when nothing is learned."""
+        return engine.state.theta
 
     def step(self, engine: Engine, images: Tensor) -> Tensor:
         """Predict a batch and learn from it; returns the logits."""
@@ -122,23 +138,33 @@ class OwnStep(Method):
 
 
 def in_range(
-    owner: object, field: str, low: float, high: float = math.inf, *, hint: str = ""
+    owner: object,
+    field: str,
+    low: float,
+    high: float = math.inf,
+    *,
+    whole: bool = False,
+    hint: str = "",
 ) -> None:
-    """Refuse a field that is no number in [low, high]."""
+    """Refuse a field that is no number, or no whole number, in [low, high]."""
     value = getattr(owner, field)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not number or not low <= value <= high:
         bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
+        kind = "a whole number" if whole else "a number"
         raise ValueError(
-            f"{type(owner).__name__}({field}={value!r}): must be a number {bounds}{hint}."
+            f"{type(owner).__name__}({field}={value!r}): must be {kind} {bounds}{hint}."
         )
 
 
-def is_threshold(owner: object, field: str) -> None:
-    """Refuse an entropy threshold that is not in units of ln C."""
+def is_threshold(owner: object, field: str, unlimited: bool = True) -> None:
+    """Refuse an entropy that is not in units of ln C."""
     value = getattr(owner, field)
-    if value != math.inf and not (isinstance(value, int | float) and 0 < value <= 1):
+    if unlimited and value == math.inf:
+        return
+    if not (isinstance(value, int | float) and 0 < value <= 1):
         raise ValueError(
-            f"{type(owner).__name__}({field}={value!r}): entropy thresholds are in units of ln C: "
-            f"above 0 and at most 1 (the papers use 0.4 and 0.5), or math.inf for no filter."
+            f"{type(owner).__name__}({field}={value!r}): entropies are in units of ln C: above 0 "
+            f"and at most 1 (the papers use 0.4 and 0.5)"
+            f"{', or math.inf for no filter' if unlimited else ''}."
         )

@@ -54,10 +54,12 @@ class BatchStatistics:
         for layer, _, _ in self._layers:
             layer.track_running_stats = False  # in train mode: the batch's, running ones untouched
             if prior:
-                self._handles.append(layer.register_forward_pre_hook(self._mix))
+                self._handles.append(layer.register_forward_pre_hook(self._mix, with_kwargs=True))
                 self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
             else:
-                self._handles.append(layer.register_forward_pre_hook(self._choose))
+                self._handles.append(
+                    layer.register_forward_pre_hook(self._choose, with_kwargs=True)
+                )
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -75,11 +77,12 @@ class BatchStatistics:
         for layer, training, track in self._layers:
             layer.training, layer.track_running_stats = training, track
 
-    def _choose(self, layer: _BatchNorm, args: tuple[Tensor, ...]) -> None:
-        values = args[0].numel() // args[0].shape[1]
+    def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
+        x = _input(args, kwargs)
+        values = x.numel() // x.shape[1]
         layer.training = (self._active and values > 1) or layer.running_mean is None
 
-    def _mix(self, layer: _BatchNorm, args: tuple[Tensor, ...]) -> None:
+    def _mix(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
         mean, var = layer.running_mean, layer.running_var
         if mean is None or var is None:
             layer.training = True
@@ -88,7 +91,7 @@ class BatchStatistics:
         if not self._active:
             return
         layer._fata_running = (mean, var)  # type: ignore[assignment]
-        x = args[0].detach()
+        x = _input(args, kwargs).detach()
         axes = [axis for axis in range(x.ndim) if axis != 1]
         batch_var, batch_mean = torch.var_mean(x.float(), axes, correction=0)
         layer.running_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
@@ -99,3 +102,7 @@ class BatchStatistics:
         running = layer.__dict__.pop("_fata_running", None)
         if running is not None:
             layer.running_mean, layer.running_var = running
+
+
+def _input(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    return args[0] if args else next(iter(kwargs.values()))

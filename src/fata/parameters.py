@@ -24,7 +24,8 @@ def choose(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
             blocks and what comes behind; `weights`: every weight and bias of the model; `every`
             parameter; or names of parameters or of modules.
     """
-    named = dict(model.named_parameters())
+    every_name = model.named_parameters(remove_duplicate=False)  # tied ones have several
+    named = {name: p for name, p in every_name if p.is_floating_point()}
     if isinstance(params, str):
         if params not in SETS:
             raise ValueError(
@@ -32,9 +33,10 @@ def choose(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
                 f"of names of parameters or modules."
             )
         if params == "every":
-            return named
+            return _once(named)
         if params == "weights":
-            return {n: p for n, p in named.items() if n.rpartition(".")[2] in ("weight", "bias")}
+            ends = ("weight", "bias")
+            return _once({n: p for n, p in named.items() if n.rpartition(".")[2] in ends})
         every = [name for name, _ in norm_layers(model)]
         if not every:
             raise ValueError(
@@ -60,7 +62,13 @@ def _named(
         found |= inside
     if not found:
         raise ValueError("params=[]: name at least one parameter or module to adapt.")
-    return found
+    return _once(found)
+
+
+def _once(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Each parameter under its first name."""
+    seen: set[int] = set()
+    return {n: p for n, p in named.items() if not (id(p) in seen or seen.add(id(p)))}  # type: ignore[func-returns-value]
 
 
 class Theta:
@@ -87,6 +95,7 @@ class Theta:
             return
         with torch.no_grad():
             torch._foreach_copy_(self.parameters, self.split(theta))
+        torch.clear_autocast_cache()  # holds casts of the old values
 
     @contextmanager
     def at(self, there: Tensor, back: Tensor) -> Iterator[None]:
@@ -99,6 +108,11 @@ class Theta:
 
     def gradient(self, loss: Tensor) -> Tensor:
         """Gradient of a loss; zero for parameters that had no part in it."""
+        if not loss.requires_grad:
+            raise ValueError(
+                f"no gradient reaches the parameters that adapt ({listed(self.names, 4)}): are "
+                f"they used, and does the model run without torch.no_grad() of its own?"
+            )
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
         pairs = zip(found, self.parameters, strict=True)
         return self.join(torch.zeros_like(p) if g is None else g for g, p in pairs)

@@ -60,12 +60,15 @@ def shuffle_patches(images: Tensor, permutations: Tensor, grid: int) -> Tensor:
     h, w = height // grid, width // grid
     cut = (h * grid, w * grid)
     if cut != (height, width):
-        images = F.interpolate(images, cut, mode="bilinear", antialias=True)
+        images = _resized(images, cut)
     patches = images.reshape(rows, channels, grid, h, grid, w).permute(0, 2, 4, 1, 3, 5)
     patches = patches.reshape(rows, grid * grid, channels, h, w)
     patches = patches[torch.arange(rows, device=images.device)[:, None], permutations]
     patches = patches.reshape(rows, grid, grid, channels, h, w).permute(0, 3, 1, 4, 2, 5)
     images = patches.reshape(rows, channels, *cut)
-    if cut != (height, width):
-        images = F.interpolate(images, (height, width), mode="bilinear", antialias=True)
-    return images
+    return images if cut == (height, width) else _resized(images, (height, width))
+
+
+def _resized(images: Tensor, size: tuple[int, int]) -> Tensor:
+    whole = F.interpolate(images.float(), size, mode="bilinear", antialias=True)
+    return whole.to(images.dtype)

@@ -19,8 +19,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from fata.engine import Engine, State
+from fata.method import OwnStep
 from fata.methods import describe, spec_of
 from fata.structure import listed
 
@@ -34,14 +36,12 @@ class StateError(RuntimeError):
 def pack(engine: Engine, source: str) -> dict[str, Any]:
     """The state as tensors by name, and `meta`; `source` is the model's fingerprint."""
     state, theta = engine.state, engine.theta
-    groups = {
-        "parameter": dict(zip(theta.names, theta.split(state.theta), strict=True)),
-        "momentum": dict(zip(theta.names, theta.split(state.velocity), strict=True)),
-        "host": state.host,
-        "plus": state.plus,
-    }
+    groups = {"host": state.host, "plus": state.plus}
+    if not _episodic(engine):
+        groups["parameter"] = dict(zip(theta.names, theta.split(state.theta), strict=True))
+        groups["momentum"] = dict(zip(theta.names, theta.split(state.velocity), strict=True))
     tensors = {
-        f"{group}.{name}": tensor.clone()
+        f"{group}.{name}": tensor.detach().clone()
         for group, members in groups.items()
         for name, tensor in members.items()
     }
@@ -52,7 +52,8 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
         "layer": engine.tap.layer if engine.tap else None,
         "fisher": engine.fisher is not None,
         "source": source,
-        "seed": engine.seed,
+        "digest": _digest(tensors),
+        "seed": state.seed,
         "batches": state.batches,
         "share": state.share,
         "counts": {name: int(number) for name, number in state.counts.items()},
@@ -61,31 +62,39 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
 
 
 def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
-    """The state that `pack` made, once it is sure to belong to this engine."""
+    """The state that `pack` made, once it is sure to be whole and to belong to this engine."""
     mine, meta = pack(engine, source), packed.get("meta")
+    tensors = {name: tensor for name, tensor in packed.items() if name != "meta"}
     if not isinstance(meta, Mapping) or "format" not in meta:
         raise StateError("this is not the state of an adapter: it has no 'meta'")
+    if meta["format"] != FORMAT:
+        raise StateError(
+            f"the state has format {meta['format']!r}; this version of fata reads {FORMAT}"
+        )
+    if set(meta) != set(mine["meta"]) or meta["digest"] != _digest(tensors):
+        raise StateError("the state is damaged: its contents are not those that were saved")
     _refuse_other(mine["meta"], meta)
-    shapes = {name: tuple(tensor.shape) for name, tensor in packed.items() if name != "meta"}
-    for name, tensor in mine.items():
-        if name.startswith(("parameter.", "momentum.")) and shapes.get(name) != tuple(tensor.shape):
-            adapts = [n.removeprefix("parameter.") for n in shapes if n.startswith("parameter.")]
-            raise StateError(
-                f"the state adapts other parameters ({listed(adapts, 4)}) than this adapter "
-                f"({listed(engine.theta.names, 4)})"
-            )
+    names = [{n for n in one if n.startswith("parameter.")} for one in (tensors, mine)]
+    if names[0] != names[1]:
+        theirs = sorted(name.removeprefix("parameter.") for name in names[0])
+        raise StateError(
+            f"the state adapts other parameters ({listed(theirs, 4)}) than this adapter "
+            f"({listed(engine.theta.names, 4)})"
+        )
 
     def group(prefix: str) -> dict[str, Tensor]:
-        names = [name for name in shapes if name.startswith(prefix)]
-        return {n.removeprefix(prefix): packed[n].to(engine.device, copy=True) for n in names}
+        found = {n: t for n, t in tensors.items() if n.startswith(prefix)}
+        return {n.removeprefix(prefix): t.to(engine.device, copy=True) for n, t in found.items()}
 
     def vector(prefix: str) -> Tensor:
         parts = group(prefix)
         return engine.theta.join([parts[name] for name in engine.theta.names])
 
+    start = engine.fresh()
     return State(
-        vector("parameter."),
-        vector("momentum."),
+        start.theta if _episodic(engine) else vector("parameter."),
+        start.velocity if _episodic(engine) else vector("momentum."),
+        meta["seed"],
         group("host."),
         group("plus."),
         meta["batches"],
@@ -94,11 +103,11 @@ def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
     )
 
 
+def _episodic(engine: Engine) -> bool:
+    return isinstance(engine.method, OwnStep) and engine.method.episodic
+
+
 def _refuse_other(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
-    if other["format"] != FORMAT:
-        raise StateError(
-            f"the state has format {other['format']!r}; this version of fata reads {FORMAT}"
-        )
     here, there = (spec_of(meta["method"], meta["plus"]) for meta in (mine, other))
     if here != there:
         raise StateError(f"the state is of method {there!r}; this adapter runs {here!r}")
@@ -106,6 +115,14 @@ def _refuse_other(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         raise StateError(
             f"the state has FATA at layer {other['layer']!r}; this adapter taps {mine['layer']!r}"
         )
+    for part in ("method", "plus"):
+        ours, theirs = mine[part] or {}, other[part] or {}
+        for field in ours:
+            if field != "layer" and ours[field] != theirs.get(field):
+                raise StateError(
+                    f"the state was adapted with {field}={theirs.get(field)!r}; this adapter has "
+                    f"{field}={ours[field]!r}"
+                )
     if mine["fisher"] != other["fisher"]:
         with_, without = "with", "without"
         raise StateError(
@@ -120,11 +137,27 @@ def _refuse_other(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def fingerprint(engine: Engine) -> str:
-    """Hash of the source weights: the model's tensors, those that moved at their source values."""
+    """Hash of the source weights: all parameters, those that move at their source values.
+
+    Of buffers, the running statistics of normalisation layers; others may count or cache.
+    """
+    theta = engine.theta
+    moved = dict(zip(map(id, theta.parameters), theta.split(engine.source), strict=True))
+    tensors = {
+        name: moved.get(id(parameter), parameter.detach()).to(parameter.dtype)
+        for name, parameter in engine.model.named_parameters()
+    }
+    for name, module in engine.model.named_modules():
+        if isinstance(module, _NormBase):
+            running = {"mean": module.running_mean, "var": module.running_var}
+            tensors |= {f"{name}.{n}": t for n, t in running.items() if t is not None}
+    return _digest(tensors)
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
-    moved = dict(zip(engine.theta.names, engine.theta.split(engine.source), strict=True))
-    for name, tensor in engine.model.state_dict().items():
-        values = moved.get(name, tensor).detach().to("cpu", tensor.dtype).contiguous()
+    for name in sorted(tensors):
+        values = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
         digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
@@ -159,4 +192,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise StateError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
     if meta is None:
         raise StateError(f"{str(path)!r} is a safetensors file, but not the state of an adapter")
-    return {**tensors, "meta": json.loads(meta)}
+    try:
+        return {**tensors, "meta": json.loads(meta)}
+    except json.JSONDecodeError as error:
+        raise StateError(f"{str(path)!r} is damaged: {error}") from error

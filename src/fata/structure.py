@@ -79,7 +79,7 @@ def layers(model: nn.Module) -> list[str]:
     if found is None:
         return names
     parents = {name.rpartition(".")[0] for name in found.names}
-    outer = {parent[:i] for parent in parents for i in range(len(parent) + 1)}
+    outer = {""} | {p.rsplit(".", n)[0] for p in parents for n in range(p.count(".") + 1)}
     before = names[: names.index(found.names[0])]
     stem = [n for n in before if n.rpartition(".")[0] in outer and n not in outer]
     return [*stem, *found.names]
@@ -151,9 +151,28 @@ def _halves(module: nn.Module) -> bool:
 def _last_stage(modules: list[nn.Module]) -> int:
     """Index of the first module of the last stage: the one that halves the map for the last time.
 
-    Networks that show no stride (Swin) count their parts instead: the last one.
+    Networks that show no stride (Swin) are read by width: the last parts of one width, with the
+    piece that leads to them.
     """
     for index in range(len(modules) - 1, 0, -1):
         if _halves(modules[index]):
             return index
-    return len(modules) - 1
+    widths, cut = [_width(module) for module in modules], len(modules) - 1
+    while cut > 1 and widths[cut - 1] == widths[-1]:
+        cut -= 1
+    if cut > 1 and _has_blocks(modules[cut]) and not _has_blocks(modules[cut - 1]):
+        cut -= 1
+    return cut
+
+
+def _width(module: nn.Module) -> int:
+    """Channels of a module's last normalisation layer, or of its last parameter."""
+    norms = [m for m in module.modules() if is_norm(m)]
+    last = list((norms[-1] if norms else module).parameters())[-1]
+    return last.shape[0] if last.ndim else 1
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Whether a module holds modules that hold normalisation layers: a stage does."""
+    inner = (m for child in module.children() for m in child.modules() if m is not child)
+    return any(is_norm(m) for m in inner)

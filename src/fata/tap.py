@@ -22,10 +22,15 @@ Answer = Callable[..., Any]
 
 
 class Tap:
-    """Records one layer of a model: `z, axis` of a pass, and the tail behind it."""
+    """Records one layer of a model: z of a pass, and the tail behind it.
 
-    def __init__(self, model: nn.Module, layer: str) -> None:
-        self.model = model
+    `call` runs the model on images; the model itself unless something must stand between.
+    """
+
+    def __init__(
+        self, model: nn.Module, layer: str, call: Callable[[Tensor], Any] | None = None
+    ) -> None:
+        self.model, self.call = model, call or model
         self.layer = auto_layer(model) if layer == "auto" else layer
         modules = dict(model.named_modules())
         if self.layer not in modules or not self.layer:
@@ -60,7 +65,7 @@ class Tap:
     def _run(self, images: Tensor, watched: list[nn.Module]) -> Recording:
         recording = Recording(self, images)
         with _answering({m: recording.watch(m) for m in [*watched, self.target]}):
-            recording.output = self.model(images)
+            recording.output = self.call(images)
         if recording.calls != 1:
             times = "never called" if not recording.calls else f"called {recording.calls} times"
             raise ValueError(
@@ -111,7 +116,7 @@ class Recording:
                 outputs = [_doubled(output, len(self.images)) for output in outputs]
             answers[module] = _from_memory(module, outputs, module in self.tap._cloned)
         with _answering(answers):
-            return self.tap.model(images)
+            return self.tap.call(images)
 
     def watch(self, module: nn.Module) -> Answer:
         """The module's own forward, with its answer noted down."""
@@ -206,7 +211,8 @@ def _cloned(output: Any) -> Any:
 
 def _doubled(output: Any, rows: int) -> Any:
     def twice(leaf: Any) -> Any:
-        return torch.cat((leaf, leaf)) if isinstance(leaf, Tensor) and len(leaf) == rows else leaf
+        by_row = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
+        return torch.cat((leaf, leaf)) if by_row else leaf
 
     return tree_map(twice, output)
 

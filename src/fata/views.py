@@ -18,6 +18,11 @@ class Pixels:
     mean: Sequence[float] | None
     std: Sequence[float] | None
 
+    def __post_init__(self) -> None:
+        """Refuse a mean without a std."""
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("mean and std: give both, or neither for images in [0, 1].")
+
     def of(self, images: Tensor) -> Tensor:
         """Pixels of images; refuses images that are plainly not in [0, 1]."""
         if self.mean is not None and self.std is not None:

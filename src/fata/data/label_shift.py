@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def _labels(
     uniform = rng.random_sample(length)
     drawn = np.empty(length, dtype=np.int64)
     starts = [block * length // classes for block in range(classes + 1)]
-    for block, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for block, (start, end) in enumerate(pairwise(starts)):
         law = np.full(classes, minor)
         law[order[block]] = ratio * minor
         cumulative = law.cumsum()

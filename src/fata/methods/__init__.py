@@ -73,12 +73,17 @@ def parse(spec: str, **fields: Any) -> tuple[Method, Fata | None]:
 
 
 def describe(method: Method | Fata) -> dict[str, Any]:
-    """Name and fields, for files and tables; a function is told by its name."""
-    values = {f.name: getattr(method, f.name) for f in dataclasses.fields(method)}
-    plain = {
-        n: getattr(v, "__qualname__", repr(v)) if callable(v) else v for n, v in values.items()
-    }
-    return {"name": method.name, **plain}
+    """Name and fields, for files and tables; a function is told by its name, a row by its list."""
+    fields = dataclasses.fields(method)
+    return {"name": method.name, **{f.name: _plain(getattr(method, f.name)) for f in fields}}
+
+
+def _plain(value: Any) -> Any:
+    if callable(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return [float(number) for number in value]
 
 
 def spec_of(method: Mapping[str, Any], plus: Mapping[str, Any] | None) -> str:

@@ -56,7 +56,8 @@ class Cotta(OwnStep):
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
         in_range(self, "threshold", 0, 1)
-        in_range(self, "views", 1)
+        in_range(self, "views", 1, whole=True)
+        Pixels(self.mean, self.std)  # refuses one without the other
         in_range(self, "decay", 0, 1)
         in_range(self, "restore", 0, 1)
 
@@ -64,10 +65,16 @@ class Cotta(OwnStep):
         """0.01, whatever the network and the batch."""
         return 0.01
 
+    def answering(self, engine: Engine) -> Tensor:
+        """The teacher's weights."""
+        return engine.state.host.get("teacher", engine.source)
+
     def step(self, engine: Engine, images: Tensor) -> Tensor:
         """Ask the teacher, learn from it, move it, restore."""
+        if self.augment is None:
+            Pixels(self.mean, self.std).of(images)  # not only when the first view is made
         state, source = engine.state, engine.source
-        student, teacher = state.theta, state.host.get("teacher", source)
+        student, teacher = state.theta, self.answering(engine)
         with engine.theta.at(source, back=student):
             sure = engine.predict(images).softmax(1).amax(1).mean() >= self.threshold
         with engine.theta.at(teacher, back=student):

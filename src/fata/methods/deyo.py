@@ -45,13 +45,13 @@ class Deyo(Method):
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
         is_threshold(self, "threshold")
-        is_threshold(self, "scale")
+        is_threshold(self, "scale", unlimited=False)
         if not self.plpd_threshold < 1:
             raise ValueError(
                 f"Deyo(plpd_threshold={self.plpd_threshold!r}): a difference of probabilities is "
                 f"never above 1, so nothing would be selected; give a number below 1."
             )
-        in_range(self, "patches", 1)
+        in_range(self, "patches", 1, whole=True)
 
     def select(self, batch: Batch, memory: Memory) -> Selection:
         """Reliable and with enough PLPD; both weigh."""

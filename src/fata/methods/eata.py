@@ -34,9 +34,14 @@ class Eata(Method):
     name: ClassVar[str] = "eata"
     params: ClassVar[str | None] = "all"
 
+    @property
+    def wants_fisher(self) -> bool:
+        """Whether there is a penalty to weigh."""
+        return self.fisher_alpha > 0
+
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
-        is_threshold(self, "threshold")
+        is_threshold(self, "threshold", unlimited=False)
         in_range(self, "redundancy", 0, hint=" (1 or more: no filter)")
         in_range(self, "fisher_alpha", 0)
 
@@ -56,7 +61,7 @@ class Eata(Method):
     def observe(self, batch: Batch, selection: Selection, memory: Memory) -> Memory:
         """Move the mean prediction towards that of the selected rows; stay where there are none."""
         count = selection.rows.sum()
-        mean = batch.probs.mul(selection.rows[:, None]).sum(0) / count.clamp(min=1)
+        mean = torch.where(selection.rows[:, None], batch.probs, 0).sum(0) / count.clamp(min=1)
         if memory:
             old, begun = memory["mean_probs"], memory["begun"]
             moved = torch.where(begun, 0.9 * old + 0.1 * mean, mean)

@@ -47,10 +47,12 @@ class Memo(OwnStep):
 
     name: ClassVar[str] = "memo"
     params: ClassVar[str | None] = "every"
+    episodic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
-        in_range(self, "views", 1)
+        in_range(self, "views", 1, whole=True)
+        Pixels(self.mean, self.std)  # refuses one without the other
         in_range(self, "prior", 0)
         if self.optimizer not in ("auto", "sgd", "adamw"):
             raise ValueError(

@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 import fata
@@ -48,17 +49,50 @@ def call(tmp_path, monkeypatch):
 
 
 def test_a_sound_method_holds(call):
-    result = call("check", "mine:Sure")
+    result = call("check", "mine:Sure", "--net", "resnet_gn")
     assert result.exit_code == 0, result.output
     assert "holds" in result.output
     assert "fails" not in result.output
 
 
 def test_an_impure_method_fails_and_is_told_why(call):
-    result = call("check", "mine:Impure")
+    result = call("check", "mine:Impure", "--net", "resnet_gn")
     assert result.exit_code == 1
     assert "selection is pure" in result.output
     assert "memory 'calls' after select" in " ".join(result.output.split())
+
+
+def test_check_knows_its_networks(call):
+    result = call("check", "mine:Sure", "--net", "resnet")
+    assert result.exit_code == 2
+    assert "resnet_bn, resnet_gn, vit_ln" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_corrupt_draws_a_sheet(call, tmp_path):
+    picture = tmp_path / "photo.png"
+    Image.effect_noise((50, 40), 60).save(picture)
+    result = call("corrupt", str(picture), "-o", "sheet.png", "--size", "32", "--name", "fog")
+    assert result.exit_code == 0, result.output
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        assert sheet.width > 6 * 32
+        cells = [sheet.crop((150 + i * 36, 24, 182 + i * 36, 56)).tobytes() for i in range(6)]
+    assert len(set(cells)) == 6  # the clean one and five severities
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.jpg"], "cannot read 'nowhere.jpg'"),
+        (["mine.py"], "cannot read 'mine.py'"),
+        (["photo.png", "--name", "rain"], "choose from gaussian_noise"),
+        (["photo.png", "-o", "no/such/folder/s.png"], "cannot write"),
+    ],
+)
+def test_corrupt_refuses(call, tmp_path, arguments, message):
+    Image.effect_noise((20, 20), 60).save(tmp_path / "photo.png")
+    result = call("corrupt", "--size", "16", *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress, track
@@ -109,6 +110,7 @@ def check(
     mine, nets = _load(method), net or list(tiny.NAMES)
     if unknown := [name for name in nets if name not in tiny.NAMES]:
         raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(tiny.NAMES)}")
+    torch.set_num_threads(1)  # fastest for networks this small
     variants: list[Fata | None] = [None] if isinstance(mine, OwnStep) else [None, Fata()]
     failures: dict[str, list[str]] = {}
     todo = [(c, p) for c in battery.CHECKS for p in variants]

@@ -1,7 +1,10 @@
 """Tests run in two processes on small networks: plain kernels on one thread are fastest there."""
 
+import platform
+
 import torch
 
 torch.set_num_threads(1)
-torch.backends.mkldnn.set_flags(False)
-torch.backends.nnpack.set_flags(False)  # its Winograd convolutions are too coarse for the traces
+if platform.machine() == "aarch64":
+    torch.backends.mkldnn.set_flags(False)
+    torch.backends.nnpack.set_flags(False)  # Winograd convolutions are too coarse for the traces

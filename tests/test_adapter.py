@@ -176,7 +176,9 @@ def test_moving_the_adapter_moves_its_state():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine has none")
 @pytest.mark.parametrize("net", fata.tiny.NAMES)
-def test_a_gpu_adapts_like_the_cpu(net):
+def test_a_gpu_adapts_like_the_cpu(net, monkeypatch):
+    monkeypatch.setattr("torch.backends.cudnn.allow_tf32", False)
+
     def noise(rows, channels):
         draws = torch.Generator().manual_seed(0)
         return tuple(1 + torch.randn(2, rows, channels, generator=draws))
@@ -396,6 +398,12 @@ def test_fata_belongs_beside_a_host_and_once():
         fata.Adapter(network("resnet_gn"), fata.Fata(), fata.Fata())
 
 
+def test_images_too_small_to_shuffle():
+    adapted = adapter(spec="deyo", patches=20, threshold=1.0)
+    with pytest.raises(ValueError, match="cannot be cut into 20 x 20 patches"):
+        adapted(images(4))
+
+
 def test_parameters_that_no_gradient_reaches():
     adapted = fata.Adapter(Around(torch.no_grad()(lambda x: x)), fata.Tent())
     adapted(images(4))
@@ -446,6 +454,15 @@ def test_parameters_that_no_gradient_reaches():
         ("eata", {"threshold": math.inf}, r"units of ln C: above 0 and at most 1"),
         ("fata", {"scale": math.inf}, r"units of ln C: above 0 and at most 1"),
         ("deyo", {"patches": 2.5}, r"must be a whole number at least 1"),
+        ("deyo", {"plpd_threshold": "x"}, r"must be a number"),
+        ("deyo", {"threshold": True}, r"units of ln C"),
+        ("fata", {"sigma": math.inf}, r"Fata\(sigma=inf\)"),
+        ("fata", {"layer": 3}, r"give the name of a module, or 'auto'"),
+        ("tent", {"params": 3}, r"params=3: give one of 'all'"),
+        ("tent", {"seed": "a"}, r"seed='a': must be a whole number"),
+        ("memo", {"mean": 0.5, "std": 0.2}, r"a number a channel"),
+        ("DeYO+FATA", {}, r"Did you mean 'deyo\+fata'"),
+        (fata.Deyo(), {}, r"a method's name is expected.*fata.Adapter\(model, fata.Deyo"),
         ("cotta", {"mean": (0.5, 0.5, 0.5)}, r"give both, or neither"),
     ],
 )
@@ -489,6 +506,7 @@ def test_a_method_by_name_where_an_object_is_meant():
         (torch.zeros(2, 3, 16, 16, dtype=torch.uint8), r"images are torch.uint8.*images / 255"),
         (torch.zeros(0, 3, 16, 16), r"give a batch of at least one image"),
         (torch.zeros(16), r"give a batch of at least one image"),
+        (torch.zeros(3, 16, 16), r"are one image: give a batch, image\[None\]"),
         (torch.zeros(2, 3, 16, 16, device="meta"), r"images are on meta and the model on cpu"),
         ([1, 2], r"must be a tensor, got list"),
     ],

@@ -8,7 +8,8 @@ import torch
 import fata
 from fata.check import Case, images, network
 from fata.method import Batch
-from fata.views import Draw, Pixels, augmix_view, cotta_view
+from fata.pixels import Draw, Pixels
+from fata.views import augmix_view, cotta_view
 
 INF = math.inf
 

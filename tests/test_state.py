@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -44,11 +45,10 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
     first(STREAM[0])
     first.save(tmp_path / "state")
     script = f"""
-import torch, fata
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import conftest, torch, fata
 from fata.check import Case, network
-torch.set_num_threads(1)
-torch.backends.mkldnn.set_flags(False)
-torch.backends.nnpack.set_flags(False)
 adapter = fata.adapt(network("resnet_gn"), "deyo+fata", plpd_threshold=0.0)
 adapter.load({str(tmp_path / "state")!r})
 answers = [adapter(x) for x in Case(None, None, "resnet_gn", 16).stream()[1:]]
@@ -133,13 +133,20 @@ def test_a_save_that_fails_leaves_the_old_file_whole(saved, monkeypatch):
     whole = saved.read_bytes()
 
     def full(handle):
-        raise OSError("No space left on device")
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)  # written, but never safely on the disk
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError, match="what was there before is whole: No space left"):
         adapter().save(saved)
     assert saved.read_bytes() == whole
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no/such/state'?: make the folder first"):
+        adapter().save(tmp_path / "no" / "such" / "state")
+    with pytest.raises(FileNotFoundError, match="is a folder, not a state"):
+        adapter().load(tmp_path)
 
 
 def test_a_saved_file_keeps_the_usual_permissions(saved, tmp_path):

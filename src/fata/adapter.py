@@ -29,7 +29,7 @@ class Adapter(nn.Module):
     """Predicts like the model it holds, and learns from every batch.
 
     The model itself is changed: its chosen parameters move, and BatchNorm uses the statistics of
-    the batch. `reset` and `unwrap` undo that.
+    the batch. `reset` undoes the first, `unwrap` the second.
 
     Args:
         model: maps images to logits, or to an object with `.logits`.
@@ -70,14 +70,16 @@ class Adapter(nn.Module):
         _check_model(model)
         _check_arguments(method, plus, fisher_data, guard)
         check_rate(lr)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed={seed!r}: must be a whole number.")
         sets = params if params is not None else method.params or ("truncated" if plus else None)
         theta = Theta(choose(model, sets) if sets is not None else {})
         vit = is_transformer_like(model)
 
         def learning_rate(rows: int) -> float:
-            if isinstance(lr, int | float):
-                return float(lr)
-            return rate(lr or "paper", method, vit, rows)
+            if lr is None or isinstance(lr, str):
+                return rate(lr or "paper", method, vit, rows)
+            return float(lr)
 
         self._modes = [(module, module.training) for module in model.modules()]
         self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]

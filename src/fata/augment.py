@@ -64,6 +64,8 @@ class Fata:
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
+        if not isinstance(self.layer, str):
+            raise TypeError(f"Fata(layer={self.layer!r}): give the name of a module, or 'auto'.")
         in_range(self, "sigma", 0)
         if self.ema is not None:
             in_range(self, "ema", 0, 1, hint=", or None for no moving average")

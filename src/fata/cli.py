@@ -112,7 +112,7 @@ def check(
         raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(tiny.NAMES)}")
     torch.set_num_threads(1)  # fastest for networks this small
     variants: list[Fata | None] = [None] if isinstance(mine, OwnStep) else [None, Fata()]
-    failures: dict[str, list[str]] = {}
+    failures: dict[str, dict[str, list[str]]] = {}
     todo = [(c, p) for c in battery.CHECKS for p in variants]
     for one, plus in track(todo, "checking", console=console, transient=True):
         for case in (c for c in battery.cases(mine, plus) if c.net in nets):
@@ -120,8 +120,8 @@ def check(
                 one(case)
             except Exception as error:
                 where = f"{case.net}, batches of {case.rows}{', with FATA' if plus else ''}"
-                problem = f"{where}: {type(error).__name__}: {error}"
-                failures.setdefault(one.__name__, []).append(problem)
+                problem = f"{type(error).__name__}: {error}"
+                failures.setdefault(one.__name__, {}).setdefault(problem, []).append(where)
     table = Table("check", "", "what it holds to", title=f"{mine!r}")
     for one in battery.CHECKS:
         mark = "[red]fails[/]" if one.__name__ in failures else "[green]holds[/]"
@@ -129,8 +129,9 @@ def check(
     console.print(table)
     for name, problems in failures.items():
         console.print(f"[red]{name.replace('_', ' ')}[/]")
-        for problem in problems:
-            console.print(f"  {problem}", highlight=False, markup=False)
+        for problem, cases in problems.items():
+            more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+            console.print(f"  {problem} ({cases[0]}{more})", highlight=False, markup=False)
     if failures:
         raise typer.Exit(1)
 

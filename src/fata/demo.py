@@ -116,8 +116,9 @@ def run(console: Console, steps: int, n: int, seed: int) -> dict[str, list[float
 
 def _show(console: Console, means: dict[str, list[float]], clean: dict[str, float], n: int) -> None:
     table = Table(
-        title=f"accuracy in %, mean over {', '.join(SHIFTS)} ({n:,} pictures each)",
-        caption="generated pictures, tiny networks: to see it work, not to compare methods by",
+        title="accuracy in %",
+        caption=f"mean over {', '.join(SHIFTS)}, {n:,} generated pictures each; tiny networks, "
+        f"lr {RATE:g}: a look at the methods, not a comparison",
     )
     table.add_column("method")
     for name in clean:

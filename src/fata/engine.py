@@ -202,6 +202,10 @@ class Engine:
             raise ValueError(
                 f"images of shape {tuple(images.shape)}: give a batch of at least one image."
             )
+        if images.ndim == 3 and any(isinstance(m, nn.Conv2d) for m in self.model.modules()):
+            raise ValueError(
+                f"images of shape {tuple(images.shape)} are one image: give a batch, image[None]."
+            )
         if images.device != self.device:
             raise ValueError(
                 f"images are on {images.device} and the model on {self.device}: move one of them."

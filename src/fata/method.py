@@ -149,7 +149,7 @@ def in_range(
     """Refuse a field that is no number, or no whole number, in [low, high]."""
     value = getattr(owner, field)
     number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high:
+    if not number or not math.isfinite(value) or not low <= value <= high:
         bounds = f"in [{low:g}, {high:g}]" if high < math.inf else f"at least {low:g}"
         kind = "a whole number" if whole else "a number"
         raise ValueError(
@@ -162,7 +162,7 @@ def is_threshold(owner: object, field: str, unlimited: bool = True) -> None:
     value = getattr(owner, field)
     if unlimited and value == math.inf:
         return
-    if not (isinstance(value, int | float) and 0 < value <= 1):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
         raise ValueError(
             f"{type(owner).__name__}({field}={value!r}): entropies are in units of ln C: above 0 "
             f"and at most 1 (the papers use 0.4 and 0.5)"

@@ -45,6 +45,8 @@ def choose(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
                 f"adapt: params=[...]."
             )
         params = every if params == "all" else truncated(model)
+    if not isinstance(params, Sequence) or not all(isinstance(name, str) for name in params):
+        raise TypeError(f"params={params!r}: give one of {', '.join(map(repr, SETS))} or names.")
     return _named(model, named, params)
 
 

@@ -7,6 +7,7 @@ normalisation it has: LayerNorm (and RMSNorm) that of the ViT, the others that o
 from __future__ import annotations
 
 import math
+from numbers import Real
 
 from torch import nn
 
@@ -40,7 +41,7 @@ def check_rate(lr: float | str | None) -> None:
     """Refuse a rate that is not positive and no preset's name."""
     if lr is None or lr in PRESETS:
         return
-    if isinstance(lr, bool) or not isinstance(lr, int | float) or not 0 < lr < math.inf:
+    if isinstance(lr, bool) or not isinstance(lr, Real) or not 0 < lr < math.inf:
         raise ValueError(
             f"lr={lr!r}: must be a positive number, 'paper' or 'release' (None is 'paper')."
         )

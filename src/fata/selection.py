@@ -56,6 +56,10 @@ def shuffle_patches(images: Tensor, permutations: Tensor, grid: int) -> Tensor:
 
     Sides that are no multiple of the grid are resized to the multiple below for it, and back.
     """
+    if images.ndim != 4 or min(images.shape[-2:]) < grid:
+        raise ValueError(
+            f"images of shape {tuple(images.shape)} cannot be cut into {grid} x {grid} patches."
+        )
     rows, channels, height, width = images.shape
     h, w = height // grid, width // grid
     cut = (h * grid, w * grid)

@@ -63,6 +63,8 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
 
 def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
     """The state that `pack` made, once it is sure to be whole and to belong to this engine."""
+    if not isinstance(packed, Mapping):
+        raise StateError(f"this is not the state of an adapter, but {type(packed).__name__}")
     mine, meta = pack(engine, source), packed.get("meta")
     tensors = {name: tensor for name, tensor in packed.items() if name != "meta"}
     if not isinstance(meta, Mapping) or "format" not in meta:
@@ -168,22 +170,27 @@ def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
     path = Path(path)
     tensors = {name: tensor.contiguous() for name, tensor in packed.items() if name != "meta"}
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"cannot save to {str(path)!r}: make the folder first")
     try:
         with temporary.open("wb") as file:
             file.write(serialise(tensors, {"meta": json.dumps(packed["meta"])}))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except OSError as error:
+        why = f"cannot save the state, what was there before is whole: {error.strerror}"
+        raise OSError(error.errno, why, str(path)) from error
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a state, or say what is wrong with the file."""
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no state at {str(path)!r}")
+        kind = "is a folder, not a state" if path.is_dir() else "is not there"
+        raise FileNotFoundError(f"no state at {str(path)!r}: it {kind}")
     try:
         with safe_open(path, framework="pt") as file:
             meta = (file.metadata() or {}).get("meta")

@@ -62,9 +62,10 @@ def auto_layer(model: nn.Module) -> str:
     """The layer that FATA taps when none is named."""
     found = trunk(model)
     if found is None:
+        names = listed(layers(model)) or "but it has no submodule that could be one"
         raise ValueError(
             f"Fata(layer='auto'): no stages and no stack of blocks found in "
-            f"{type(model).__name__}. Name a layer: {listed(layers(model))}."
+            f"{type(model).__name__}. Name a layer: {names}."
         )
     layer = found.tap
     while isinstance(model.get_submodule(layer), nn.ModuleList):  # is never called itself

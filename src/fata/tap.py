@@ -36,8 +36,8 @@ class Tap:
         if self.layer not in modules or not self.layer:
             raise ValueError(
                 f"Fata(layer={layer!r}): no such module in {type(model).__name__}."
-                f"{near(layer, modules)} Candidates: {listed(layers(model))}; "
-                f"fata.layers(model) lists them all."
+                f"{near(layer, modules)} Candidates: {listed(layers(model))} "
+                f"(fata.layers(model)); any module that is called once will do."
             )
         self.target = modules[self.layer]
         self._watched: list[nn.Module] | None = None  # modules that finish before the layer

@@ -2,76 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as T
 
-
-@dataclass(frozen=True)
-class Pixels:
-    """Between the images that a model takes and pixels in [0, 1], in which views are made."""
-
-    mean: Sequence[float] | None
-    std: Sequence[float] | None
-
-    def __post_init__(self) -> None:
-        """Refuse a mean without a std."""
-        if (self.mean is None) != (self.std is None):
-            raise ValueError("mean and std: give both, or neither for images in [0, 1].")
-
-    def of(self, images: Tensor) -> Tensor:
-        """Pixels of images; refuses images that are plainly not in [0, 1]."""
-        if self.mean is not None and self.std is not None:
-            images = images * self._column(self.std, images) + self._column(self.mean, images)
-        low, high = images.amin().item(), images.amax().item()
-        if low < -0.1 or high > 1.1:
-            raise ValueError(
-                f"augmented views need pixels in [0, 1], but these images span [{low:.2f}, "
-                f"{high:.2f}]: give the mean and std that they were normalised with: "
-                f"fata.adapt(model, ..., mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))."
-            )
-        return images.clamp(0, 1)
-
-    def back(self, pixels: Tensor) -> Tensor:
-        """Images as the model takes them."""
-        if self.mean is None or self.std is None:
-            return pixels
-        return (pixels - self._column(self.mean, pixels)) / self._column(self.std, pixels)
-
-    @staticmethod
-    def _column(values: Sequence[float], like: Tensor) -> Tensor:
-        return torch.tensor(values, device=like.device, dtype=like.dtype)[:, None, None]
-
-
-class Draw:
-    """Scalars from a generator on the CPU."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-
-    def uniform(self, low: float, high: float) -> float:
-        """A number in [low, high)."""
-        return low + (high - low) * torch.rand((), generator=self.generator).item()
-
-    def integer(self, low: int, high: int) -> int:
-        """An integer in low..high, both included."""
-        return int(torch.randint(low, high + 1, (), generator=self.generator))
-
-    def coin(self) -> bool:
-        """True half of the time."""
-        return self.uniform(0, 1) < 0.5
-
-    def order(self, n: int) -> list[int]:
-        """0..n-1 in a random order."""
-        return torch.randperm(n, generator=self.generator).tolist()
-
-    def normal(self, like: Tensor) -> Tensor:
-        """Standard normal noise of a tensor's shape."""
-        return torch.randn(like.shape, generator=self.generator).to(like)
+from fata.pixels import Draw
 
 
 def cotta_view(pixels: Tensor, draw: Draw) -> Tensor:

@@ -47,10 +47,15 @@ def parse(spec: str, **fields: Any) -> tuple[Method, Fata | None]:
 
     A field that both have (`threshold`, `scale`) is the host's; `fata_threshold` is the plug-in's.
     """
+    if not isinstance(spec, str):
+        raise TypeError(
+            f"a method's name is expected, such as 'deyo+fata', got {type(spec).__name__}; "
+            f"fata.Adapter(model, fata.Deyo(), fata.Fata()) takes objects."
+        )
     if spec not in SPECS:
         raise ValueError(
             f"unknown method {spec!r}: choose one of {', '.join(METHODS)}, fata, or a host from "
-            f"{', '.join(HOSTS)} followed by '+fata'.{near(spec, SPECS)}"
+            f"{', '.join(HOSTS)} followed by '+fata'.{near(spec.lower(), SPECS)}"
         )
     host, _, plus = spec.partition("+")
     alone = host == "fata"  # its loss alone, on BatchNorm's batch statistics

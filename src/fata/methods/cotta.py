@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fata.losses import soft_cross_entropy
 from fata.method import OwnStep, in_range
-from fata.views import Draw, Pixels, cotta_view
+from fata.pixels import Draw, Pixels
 
 if TYPE_CHECKING:
     from fata.engine import Engine
@@ -96,6 +96,8 @@ class Cotta(OwnStep):
     def _averaged(self, engine: Engine, images: Tensor) -> Tensor:
         augment = self.augment
         if augment is None:
+            from fata.views import cotta_view  # torchvision takes seconds to import
+
             space, draw = Pixels(self.mean, self.std), Draw(engine.generator("views", "cpu"))
             pixels = space.of(images)
 

@@ -10,6 +10,7 @@ shape has been destroyed does not look at the shape, and is not learned from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -46,7 +47,8 @@ class Deyo(Method):
         """Refuse fields out of range."""
         is_threshold(self, "threshold")
         is_threshold(self, "scale", unlimited=False)
-        if not self.plpd_threshold < 1:
+        in_range(self, "plpd_threshold", -math.inf)
+        if self.plpd_threshold >= 1:
             raise ValueError(
                 f"Deyo(plpd_threshold={self.plpd_threshold!r}): a difference of probabilities is "
                 f"never above 1, so nothing would be selected; give a number below 1."

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fata.losses import marginal_entropy
 from fata.method import OwnStep, in_range
-from fata.views import Draw, Pixels, augmix_view
+from fata.pixels import Draw, Pixels
 
 if TYPE_CHECKING:
     from fata.engine import Engine
@@ -79,6 +79,8 @@ class Memo(OwnStep):
     def _views(self, image: Tensor, draw: Draw) -> Tensor:
         if self.augment is not None:
             return self.augment(image[0], self.views)
+        from fata.views import augmix_view  # torchvision takes seconds to import
+
         space = Pixels(self.mean, self.std)
         pixels = space.of(image)
         return space.back(torch.cat([augmix_view(pixels, draw) for _ in range(self.views)]))

@@ -97,8 +97,8 @@ def corrupt(
 
 
 def _parts(batch: Tensor, name: str) -> tuple[Tensor, ...]:
-    """A CPU is fastest on what fits its cache; glass blur makes many small steps, whatever fits."""
-    if batch.device.type != "cpu" or name == "glass_blur":
+    """A CPU is fastest on what fits its cache, but for steps and threads that a batch shares."""
+    if batch.device.type != "cpu" or name in ("glass_blur", "jpeg_compression"):
         return (batch,)
     return torch.split(batch, 2)
 

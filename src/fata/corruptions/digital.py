@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from io import BytesIO
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -140,18 +141,24 @@ def jpeg(x: Tensor, quality: int) -> Tensor:
     On the CPU by libjpeg, on other devices by the same arithmetic in full precision; the two differ
     by rounding (45 dB).
     """
-    if x.device.type == "cpu":
-        pixels = (x * 255).round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).numpy()
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            decoded = np.stack(list(pool.map(lambda image: _through_file(image, quality), pixels)))
-        return torch.from_numpy(decoded).permute(0, 3, 1, 2).float().div_(255)
-    return _jpeg(x, quality)
+    if x.device.type != "cpu":
+        return _jpeg(x, quality)
+    pixels = (x * 255).round_().to(torch.uint8).numpy()
+    decoded = np.empty(x.shape, np.float32)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for _ in pool.map(_through_file, pixels, decoded, repeat(quality)):
+            pass
+    return torch.from_numpy(decoded)
 
 
-def _through_file(pixels: np.ndarray, quality: int) -> np.ndarray:
+def _through_file(pixels: np.ndarray, decoded: np.ndarray, quality: int) -> None:
+    """Encode bytes (3, H, W), and decode them into values in [0, 1]."""
     file = BytesIO()
-    Image.fromarray(pixels).save(file, "JPEG", quality=quality)
-    return np.asarray(Image.open(file))
+    Image.merge("RGB", [Image.fromarray(band) for band in pixels]).save(
+        file, "JPEG", quality=quality
+    )
+    for band, place in zip(Image.open(file).split(), decoded, strict=True):
+        np.divide(np.asarray(band), np.float32(255), out=place)
 
 
 def _jpeg(x: Tensor, quality: int) -> Tensor:

@@ -80,7 +80,7 @@ def test_one_value_a_channel_falls_back_to_the_running_statistics():
 
 
 def test_prior_mixes_running_and_batch_statistics():
-    layer = nn.BatchNorm2d(2, eps=0.0).eval()
+    layer = nn.BatchNorm2d(2, eps=1e-8).eval()
     layer.running_mean.fill_(1.0), layer.running_var.fill_(4.0)
     x = torch.tensor([[[[0.0, 2.0]], [[4.0, 4.0]]]])  # means 1 and 4, variances 1 and 0
     statistics = BatchStatistics(nn.Sequential(layer), prior=3.0)

@@ -435,7 +435,7 @@ def test_parameters_that_no_gradient_reaches():
         ("fata", {"loss": "ce"}, r"choose one of 'fata', 'simple_aug', 'mse', 'simple_ce'"),
         ("fata", {"spread": "var"}, r"choose one of 'std', 'variance'"),
         ("fata", {"bn_stats": "both"}, r"choose one of 'separate', 'joint'"),
-        ("fata", {"layer": "layer5"}, r"no such module in TinyResNet. Did you mean 'layer"),
+        ("fata", {"layer": "layer5"}, r"no such module in ResNet. Did you mean 'layer"),
         ("memo", {"optimizer": "adam"}, r"choose 'auto', 'sgd' or 'adamw'"),
         ("tent", {"params": "some"}, r"params='some': choose one of 'all', 'truncated'"),
         ("tent", {"params": ["layer9"]}, r"'layer9' is no parameter and no module.*Known"),

@@ -1,9 +1,10 @@
 """Test-time adaptation of image classifiers, with feature augmentation (FATA)."""
 
-from fata import tiny
+from fata import data, tiny, zoo
 from fata.adapter import Adapter, adapt
 from fata.augment import Fata
 from fata.corruptions import corrupt
+from fata.data.streams import stream
 from fata.method import Batch, Memory, Method
 from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
 from fata.selection import Selection
@@ -30,6 +31,9 @@ __all__ = [
     "Tent",
     "adapt",
     "corrupt",
+    "data",
     "layers",
+    "stream",
     "tiny",
+    "zoo",
 ]

@@ -6,6 +6,9 @@ a vision transformer, so that "after stage 3" and "the last three blocks" mean w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,19 +21,19 @@ def build(name: str, classes: int = 10) -> nn.Module:
     if name not in NAMES:
         raise ValueError(f"unknown tiny network {name!r}: choose one of {', '.join(NAMES)}")
     if name == "vit_ln":
-        return TinyViT(classes)
-    return TinyResNet(name.removeprefix("resnet_"), classes)
+        return ViT(classes)
+    return ResNet(name.removeprefix("resnet_"), classes)
 
 
 class Residual(nn.Module):
     """Two convolutions and a way around them."""
 
-    def __init__(self, norm: str, inside: int, outside: int, stride: int) -> None:
+    def __init__(self, norm: str, groups: int, inside: int, outside: int, stride: int) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(inside, outside, 3, stride, padding=1, bias=False)
-        self.norm1 = _norm(norm, outside)
+        self.norm1 = _norm(norm, groups, outside)
         self.conv2 = nn.Conv2d(outside, outside, 3, padding=1, bias=False)
-        self.norm2 = _norm(norm, outside)
+        self.norm2 = _norm(norm, groups, outside)
         same = inside == outside and stride == 1
         self.down = nn.Identity() if same else nn.Conv2d(inside, outside, 1, stride, bias=False)
 
@@ -40,21 +43,32 @@ class Residual(nn.Module):
         return F.relu(self.norm2(self.conv2(inner)) + self.down(x))
 
 
-class TinyResNet(nn.Module):
-    """Stem, four stages of one block, linear head; BatchNorm (`bn`) or GroupNorm (`gn`)."""
+class ResNet(nn.Module):
+    """Stem, four stages, linear head; BatchNorm (`bn`) or GroupNorm (`gn`)."""
 
-    def __init__(self, norm: str, classes: int) -> None:
+    def __init__(
+        self,
+        norm: str,
+        classes: int,
+        widths: Sequence[int] = (8, 16, 24, 32),
+        depths: Sequence[int] = (1, 1, 1, 1),
+        groups: int = 4,
+    ) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 8, 3, padding=1, bias=False)
-        self.bn1 = _norm(norm, 8)
-        self.layer1 = nn.Sequential(Residual(norm, 8, 8, 1))
-        self.layer2 = nn.Sequential(Residual(norm, 8, 16, 2))
-        self.layer3 = nn.Sequential(Residual(norm, 16, 24, 2))
-        self.layer4 = nn.Sequential(Residual(norm, 24, 32, 2))
-        self.fc = nn.Linear(32, classes)
+        self.conv1 = nn.Conv2d(3, widths[0], 3, padding=1, bias=False)
+        self.bn1 = _norm(norm, groups, widths[0])
+        sides = pairwise((widths[0], *widths))
+        self.layer1, self.layer2, self.layer3, self.layer4 = (
+            nn.Sequential(
+                Residual(norm, groups, inside, outside, stride),
+                *(Residual(norm, groups, outside, outside, 1) for _ in range(depth - 1)),
+            )
+            for (inside, outside), depth, stride in zip(sides, depths, (1, 2, 2, 2), strict=True)
+        )
+        self.fc = nn.Linear(widths[3], classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of (B, 3, 16, 16) images."""
+        """Logits of (B, 3, H, W) images."""
         x = F.relu(self.bn1(self.conv1(x)))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
@@ -62,16 +76,17 @@ class TinyResNet(nn.Module):
 
 
 class Attention(nn.Module):
-    """Self-attention of two heads."""
+    """Self-attention of some heads."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
+        self.heads = heads
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (B, N, D) to (B, N, D)."""
-        q, k, v = self.qkv(x).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v)
         return self.proj(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -79,10 +94,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(dim)
-        self.attn = Attention(dim)
+        self.attn = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
 
@@ -92,25 +107,25 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
 
 
-class TinyViT(nn.Module):
-    """Sixteen patches and a class token, twelve blocks."""
+class ViT(nn.Module):
+    """Patches of 4 x 4 pixels and a class token, twelve blocks."""
 
-    def __init__(self, classes: int, dim: int = 16) -> None:
+    def __init__(self, classes: int, size: int = 16, dim: int = 16, heads: int = 2) -> None:
         super().__init__()
         self.patch_embed = nn.Conv2d(3, dim, 4, stride=4)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
-        self.pos_embed = nn.Parameter(torch.zeros(1, 17, dim))
-        self.blocks = nn.Sequential(*[Block(dim) for _ in range(12)])
+        self.pos_embed = nn.Parameter(torch.zeros(1, 1 + (size // 4) ** 2, dim))
+        self.blocks = nn.Sequential(*[Block(dim, heads) for _ in range(12)])
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits of (B, 3, 16, 16) images."""
+        """Logits of (B, 3, size, size) images."""
         patches = self.patch_embed(x).flatten(2).mT
         tokens = torch.cat([self.cls_token.expand(len(x), 1, -1), patches], 1)
         tokens = self.norm(self.blocks(tokens + self.pos_embed))
         return self.head(tokens[:, 0])  # type: ignore[no-any-return]
 
 
-def _norm(kind: str, channels: int) -> nn.Module:
-    return nn.BatchNorm2d(channels) if kind == "bn" else nn.GroupNorm(4, channels)
+def _norm(kind: str, groups: int, channels: int) -> nn.Module:
+    return nn.BatchNorm2d(channels) if kind == "bn" else nn.GroupNorm(groups, channels)

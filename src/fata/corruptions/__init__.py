@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fata.corruptions import blur, digital, noise, weather
+from fata.corruptions import blur, digital, noise, spatter, weather
 from fata.corruptions.draws import Draws
 from fata.corruptions.tables import constants
 from fata.structure import near
@@ -35,7 +35,7 @@ _FUNCTIONS: tuple[Callable[[Tensor, Any, Draws], Tensor], ...] = (
     digital.jpeg_compression,
     noise.speckle_noise,
     blur.gaussian_blur,
-    weather.spatter,
+    spatter.spatter,
     digital.saturate,
 )
 BY_NAME = {function.__name__: function for function in _FUNCTIONS}
@@ -100,7 +100,7 @@ def _parts(batch: Tensor, name: str) -> tuple[Tensor, ...]:
     """A CPU is fastest on what fits its cache, but for steps and threads that a batch shares."""
     if batch.device.type != "cpu" or name in ("glass_blur", "jpeg_compression"):
         return (batch,)
-    return torch.split(batch, 2)
+    return torch.split(batch, 8)
 
 
 def _check(images: Tensor) -> None:

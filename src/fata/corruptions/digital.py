@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from io import BytesIO
-from itertools import repeat
 
 import numpy as np
 import torch
@@ -88,32 +87,30 @@ def _sample(x: Tensor, places: Tensor, mode: str) -> Tensor:
 
 def pixelate(x: Tensor, factor: float, draws: Draws) -> Tensor:
     """Fewer pixels: a mean over boxes, shown as squares."""
-    height, width = x.shape[-2:]
-    down, right = (_boxes(side, int(side * factor)).to(x.device) for side in (height, width))
-    x = (x @ right.mT).mul_(255).round_()  # whole bytes after each side, as in an image file
-    x = (down @ x).round_().div_(255)
-    x = x @ _squares(x.shape[-1], width).to(x.device)
-    return x.index_select(2, _nearest(x.shape[-2], height).to(x.device))
+    shape, (height, width) = x.shape, x.shape[-2:]
+    down, right = int(height * factor), int(width * factor)
+    x = (x * 255).round_()  # whole bytes, here and after each side, as in an image file
+    x = _box_means(x.reshape(-1, width), right)
+    x = _box_means(x.view(-1, height, right), down).div_(255)
+    x = _squares(x.view(-1, right), width)
+    return _squares(x.view(-1, down, width), height).view(shape)
 
 
-@cache
-def _boxes(size: int, fewer: int) -> Tensor:
-    """Means over the pixels whose centres lie in each of fewer boxes, (fewer, size)."""
-    centre = torch.arange(size, dtype=torch.float64) + 0.5
-    edge = torch.arange(fewer + 1, dtype=torch.float64)[:, None] * size / fewer
-    inside = ((centre > edge[:-1]) & (centre <= edge[1:])).float()
-    return inside / inside.sum(1, keepdim=True)
+def _box_means(x: Tensor, fewer: int) -> Tensor:
+    """Means of bytes along the second axis, over those whose centres lie in each of fewer boxes."""
+    edge = torch.arange(fewer + 1, device=x.device)
+    edge = (2 * edge * x.shape[1] + fewer) // (2 * fewer)
+    upto = x.cumsum(1).index_select(1, edge[1:] - 1)
+    sums = upto.clone()
+    sums[:, 1:] -= upto[:, :-1]
+    count = edge.diff().float().view(-1, *[1] * (x.ndim - 2))
+    return sums.div_(count).add_(0.5).floor_()
 
 
-def _nearest(fewer: int, size: int) -> Tensor:
-    """The small pixel under each of many."""
-    return ((torch.arange(size) + 0.5) * fewer / size).long()
-
-
-@cache
-def _squares(fewer: int, size: int) -> Tensor:
-    """Every small pixel repeated to its width, (fewer, size)."""
-    return F.one_hot(_nearest(fewer, size), fewer).float().mT.contiguous()
+def _squares(x: Tensor, size: int) -> Tensor:
+    """As many values along the second axis, each that of the nearest."""
+    place = (torch.arange(size, device=x.device) + 0.5) * x.shape[1] / size
+    return x.index_select(1, place.long())
 
 
 def jpeg_compression(x: Tensor, quality: float, draws: Draws) -> Tensor:
@@ -143,22 +140,27 @@ def jpeg(x: Tensor, quality: int) -> Tensor:
     """
     if x.device.type != "cpu":
         return _jpeg(x, quality)
-    pixels = (x * 255).round_().to(torch.uint8).numpy()
-    decoded = np.empty(x.shape, np.float32)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for _ in pool.map(_through_file, pixels, decoded, repeat(quality)):
-            pass
-    return torch.from_numpy(decoded)
+    red, green, blue = (x * 255).round_().to(torch.uint8).unbind(1)
+    pixels = torch.stack((red, green, blue, blue), 3)  # Pillow's own layout: nothing to convert
+    files = [_encoded(image, quality) for image in pixels.numpy()]
+    with ThreadPoolExecutor(torch.get_num_threads() + 1) as pool:  # only decoding lets others run
+        list(pool.map(_decode, files, pixels.numpy()))
+    return torch.stack(pixels.unbind(3)[:3], 1) / 255
 
 
-def _through_file(pixels: np.ndarray, decoded: np.ndarray, quality: int) -> None:
-    """Encode bytes (3, H, W), and decode them into values in [0, 1]."""
+def _encoded(pixels: np.ndarray, quality: int) -> BytesIO:
+    """A JPEG file of bytes (H, W, 4), the fourth of no meaning."""
     file = BytesIO()
-    Image.merge("RGB", [Image.fromarray(band) for band in pixels]).save(
-        file, "JPEG", quality=quality
-    )
-    for band, place in zip(Image.open(file).split(), decoded, strict=True):
-        np.divide(np.asarray(band), np.float32(255), out=place)
+    height, width = pixels.shape[:2]
+    image = Image.frombuffer("RGBX", (width, height), pixels, "raw", "RGBX", 0, 1)
+    image.save(file, "JPEG", quality=quality)
+    return file
+
+
+def _decode(file: BytesIO, pixels: np.ndarray) -> None:
+    """Overwrite bytes (H, W, 4) by what the file holds."""
+    decoded = Image.open(file).tobytes("raw", "RGBX")
+    pixels[...] = np.frombuffer(decoded, np.uint8).reshape(pixels.shape)
 
 
 def _jpeg(x: Tensor, quality: int) -> Tensor:

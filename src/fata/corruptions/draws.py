@@ -42,8 +42,8 @@ class Draws:
 
     def uniform(self, low: float, high: float, *shape: int) -> Tensor:
         """(B, *shape) in [low, high)."""
-        fraction = ((self._hash(math.prod(shape)) >> 40) & 0xFFFFFF).float() / (1 << 24)
-        return (low + (high - low) * fraction).view(-1, *shape)
+        bits = (self._hash(math.prod(shape)) >> 40) & 0xFFFFFF
+        return bits.float().mul_((high - low) * 2.0**-24).add_(low).view(-1, *shape)
 
     def normal(self, *shape: int) -> Tensor:
         """(B, *shape) of mean 0 and deviation 1, two from each hash (Box and Muller)."""
@@ -64,7 +64,9 @@ class Draws:
         """(B, count) of 64 random bits; never the same numbers twice."""
         counter = torch.arange(self._asked, self._asked + count, device=self.keys.device)
         self._asked += count
-        z = (self.keys[:, None] + counter) * _STEP
+        z = (self.keys[:, None] + counter).mul_(_STEP)
         for shift, factor in zip((30, 27), _MIX, strict=True):
-            z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * factor
-        return z ^ ((z >> 31) & ((1 << 33) - 1))
+            z ^= (z >> shift) & ((1 << (64 - shift)) - 1)
+            z *= factor
+        z ^= (z >> 31) & ((1 << 33) - 1)
+        return z

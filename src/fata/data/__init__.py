@@ -1,1 +1,110 @@
 """Data sets, and the order in which a model meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fata.data import cifar, folders
+from fata.data.dataset import Dataset, Domain
+from fata.data.errors import DataError
+from fata.data.serve import Samples
+from fata.data.streams import Stream, replay, stream
+from fata.structure import near
+from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
+
+if TYPE_CHECKING:
+    from fata.zoo import Loaded
+
+__all__ = [
+    "KINDS",
+    "DataError",
+    "Dataset",
+    "Domain",
+    "Samples",
+    "Stream",
+    "open",
+    "replay",
+    "stream",
+]
+
+KINDS = {
+    "embedded": "2,000 test images of CIFAR-10, in the package",
+    "cifar10": "the python version's files, or PNG files of one image a row",
+    "cifar10-c": "the released .npy files",
+    "imagenet": "validation pictures, one folder a synset",
+    "imagenet-c": "the released layout, corruption/severity/synset",
+    "office-home": "Art, Clipart, Product, Real World; 65 classes",
+    "folder": "one folder a class, or one folder a domain with one a class in it",
+}
+_EMBEDDED = Path(__file__).with_name("embedded")
+_USUAL = Preprocess(256, 224, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
+
+
+def open(
+    spec: str, *, fit: Loaded | None = None, jpeg: bool = False, download: bool = False
+) -> Dataset:
+    """A data set by its kind and folder.
+
+    Args:
+        spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`.
+        fit: the model that will meet it; its preprocessing makes the pictures, and its classes
+            must be those of the data. None: 224 pixels out of 256.
+        jpeg: corruptions made on the fly go through JPEG at quality 85, as the released files did.
+        download: fetch CIFAR-10 through torchvision where it is missing.
+
+    Example:
+        >>> import fata
+        >>> data = fata.data.open("embedded")
+        >>> len(data.classes), len(data.domains)
+        (10, 96)
+    """
+    kind, _, where = spec.partition(":")
+    if kind not in KINDS:
+        raise DataError(
+            f"unknown data {spec!r}: give embedded or KIND:DIR, KIND one of "
+            f"{', '.join(k for k in KINDS if k != 'embedded')}.{near(kind, KINDS)}"
+        )
+    if (kind == "embedded") == bool(where):
+        raise DataError(f"{spec!r}: give {kind if kind == 'embedded' else f'{kind}:DIR'}.")
+    if jpeg and kind in ("imagenet-c", "cifar10-c", "office-home"):
+        raise DataError(f"jpeg: the pictures of {kind} are on the disk as they are.")
+    if download and kind != "cifar10":
+        raise DataError(f"download: {kind} must be put in place by hand; see docs/data.md.")
+    folder = Path(where).expanduser() if where else _EMBEDDED
+    if download:
+        cifar.download(folder)
+    if not folder.is_dir():
+        raise DataError(f"{spec!r}: there is no folder {str(folder)!r}.")
+    dataset = _OPENERS[kind](spec, folder, fit.preprocess if fit else _USUAL, jpeg)
+    if fit is not None:
+        _check(dataset, kind, fit)
+    return dataset
+
+
+_OPENERS: dict[str, Callable[[str, Path, Preprocess, bool], Dataset]] = {
+    "embedded": lambda spec, folder, _, jpeg: cifar.dataset(spec, folder, jpeg),
+    "cifar10": lambda spec, folder, _, jpeg: cifar.dataset(spec, folder, jpeg),
+    "cifar10-c": lambda spec, folder, *_: cifar.corrupted(spec, folder),
+    "imagenet": lambda spec, folder, use, jpeg: folders.imagenet(spec, folder, use.view, jpeg),
+    "imagenet-c": lambda spec, folder, use, _: folders.imagenet_c(spec, folder, use.crop),
+    "office-home": lambda spec, folder, use, _: folders.office_home(spec, folder, use.view),
+    "folder": lambda spec, folder, use, jpeg: folders.folder_of(spec, folder, use.view, jpeg),
+}
+
+
+def _check(dataset: Dataset, kind: str, model: Loaded) -> None:
+    """Refuse a model that cannot tell the data's classes or take its pictures."""
+    have, want = len(dataset.classes), model.classes
+    numbered = all(name.isdecimal() for name in dataset.classes)  # some may be missing at the end
+    if have > want or (have < want and not numbered):
+        raise DataError(
+            f"{dataset.spec} has {have} classes, but {model.name} tells {want} apart: "
+            f"choose a model that was trained on these classes (fata train-source makes one)."
+        )
+    if kind in ("embedded", "cifar10", "cifar10-c") and model.preprocess.size != 32:
+        raise DataError(
+            f"{dataset.spec} has pictures of 32 pixels, but {model.name} takes "
+            f"{model.preprocess.size}."
+        )

@@ -1,0 +1,196 @@
+"""A stream: which image of which domain comes when; saved, replayed, and served in batches."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from fata.data import serve
+from fata.data.dataset import Dataset, Domain
+from fata.data.errors import DataError
+from fata.data.scenarios import SCENARIOS, Deck
+from fata.data.serve import Samples
+from fata.state import save as save_tensors
+from fata.structure import listed, near
+
+FORMAT = "stream 1"
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Made by `fata.stream`; depends on (seed, data, scenario) alone, not on who watches.
+
+    Iterating serves batches of images in [0, 1] on the CPU; `serve` has the options.
+    """
+
+    dataset: Dataset = field(repr=False)
+    scenario: str
+    seed: int
+    batch_size: int
+    domains: tuple[Domain, ...]
+    domain: Tensor = field(repr=False)  # which of `domains` each image is of
+    index: Tensor = field(repr=False)  # which image of it
+    starts: tuple[int, ...] = field(repr=False)  # where segments start
+    resets: tuple[bool, ...] = field(repr=False)  # whether the model starts anew there
+
+    @property
+    def images(self) -> int:
+        """How many images come."""
+        return len(self.index)
+
+    @property
+    def spans(self) -> list[tuple[int, int, bool]]:
+        """First and last but one image of each batch, and whether the model starts anew."""
+        ends = (*self.starts[1:], self.images)
+        return [
+            (first, min(first + self.batch_size, end), reset and first == start)
+            for start, end, reset in zip(self.starts, ends, self.resets, strict=True)
+            for first in range(start, end, self.batch_size)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+    def __iter__(self) -> Iterator[Samples]:
+        return self.serve()
+
+    def serve(
+        self,
+        device: torch.device | str = "cpu",
+        *,
+        workers: int | None = None,
+        skip_damaged: bool = False,
+    ) -> Iterator[Samples]:
+        """Batches, decoded by `workers` processes ahead of time (None: a few for files)."""
+        return serve.batches(self, torch.device(device), workers, skip_damaged)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the order (not the images) to one file, for `fata.data.replay`."""
+        meta = {
+            "format": FORMAT,
+            "scenario": self.scenario,
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "domains": [list(domain) for domain in self.domains],
+            "digests": [self.dataset.of(domain).digest for domain in self.domains],
+        }
+        parts = {
+            "domain": self.domain,
+            "index": self.index,
+            "starts": torch.tensor(self.starts),
+            "resets": torch.tensor(self.resets),
+        }
+        save_tensors(path, {**parts, "meta": meta})
+
+
+def stream(
+    dataset: Dataset,
+    scenario: str = "normal",
+    *,
+    domains: Sequence[str] | None = None,
+    severity: int = 5,
+    batch_size: int | None = None,
+    seed: int = 0,
+    images: int | None = None,
+    **options: Any,
+) -> Stream:
+    """The order in which a model meets a data set.
+
+    Args:
+        dataset: of `fata.data.open`.
+        scenario: `normal` (shuffled, a new start at each domain), `bs1` (the same, one by one),
+            `label-shift`, `mixed`, `continual`, `gradual`, `recurring` or `correlated`.
+        domains: names of corruptions or folders, in order; None: the benchmark's 15, or all.
+        severity: of the corruptions.
+        batch_size: None: 64, and 1 for `bs1`.
+        seed: of the order.
+        images: so many of each domain; None: all.
+        **options: `ratio` and `length` of `label-shift`, `rounds` of `recurring`, `concentration`
+            of `correlated`.
+
+    Example:
+        >>> import fata
+        >>> data = fata.data.open("embedded")
+        >>> for batch in fata.stream(data, "normal", domains=["fog"], images=100):
+        ...     print(batch.domain, len(batch.images), batch.reset)
+        fog-5 64 True
+        fog-5 36 False
+    """
+    if scenario not in SCENARIOS:
+        raise DataError(
+            f"unknown scenario {scenario!r}: choose one of {', '.join(SCENARIOS)}."
+            f"{near(scenario, SCENARIOS)}"
+        )
+    if batch_size is None:
+        batch_size = 1 if scenario == "bs1" else 64
+    if batch_size < 1 or (scenario == "bs1" and batch_size != 1):
+        raise DataError(
+            f"batch_size={batch_size}: {'bs1 is 1' if batch_size > 0 else 'at least 1'}."
+        )
+    if images is not None and images < 1:
+        raise DataError(f"images={images}: must be at least 1, or None for all.")
+    known = [n for n, p in inspect.signature(SCENARIOS[scenario]).parameters.items() if n != "deck"]
+    if unknown := [name for name in options if name not in known]:
+        raise DataError(
+            f"{scenario} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
+        )
+    deck = Deck(dataset, list(domains) if domains is not None else None, severity, seed, images)
+    segments = list(SCENARIOS[scenario](deck, **options))
+    met = list(dict.fromkeys(domain for segment in segments for domain in segment.domains))
+    place = {domain: number for number, domain in enumerate(met)}
+    lengths = [len(segment.index) for segment in segments]
+    return Stream(
+        dataset,
+        scenario,
+        seed,
+        batch_size,
+        tuple(met),
+        torch.tensor([place[domain] for segment in segments for domain in segment.domains]),
+        torch.from_numpy(np.concatenate([segment.index for segment in segments])),
+        tuple(np.cumsum([0, *lengths[:-1]]).tolist()),
+        tuple(segment.reset for segment in segments),
+    )
+
+
+def replay(path: str | os.PathLike[str], dataset: Dataset) -> Stream:
+    """A saved stream, over the same data."""
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            meta = json.loads((file.metadata() or {}).get("meta", "{}"))
+            parts = {name: file.get_tensor(name) for name in list(file.keys())}
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise DataError(f"cannot read the stream {str(path)!r}: {error}") from error
+    if meta.get("format") != FORMAT:
+        raise DataError(f"{str(path)!r} is no stream that this version of fata wrote.")
+    domains = tuple(Domain(name, severity) for name, severity in meta["domains"])
+    changed = [
+        domain
+        for domain, digest in zip(domains, meta["digests"], strict=True)
+        if dataset.of(domain).digest != digest
+    ]
+    if changed:
+        raise DataError(
+            f"{str(path)!r} was made for other data: {listed(map(str, changed), 4)} of "
+            f"{dataset.spec} has other pictures than it had then."
+        )
+    return Stream(
+        dataset,
+        meta["scenario"],
+        meta["seed"],
+        meta["batch_size"],
+        domains,
+        parts["domain"],
+        parts["index"],
+        tuple(parts["starts"].tolist()),
+        tuple(parts["resets"].tolist()),
+    )

@@ -1,0 +1,77 @@
+"""Downloads by other libraries: one question first, and one error that says what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import urlparse
+from urllib.request import Request, urlopen
+
+import torch
+
+from fata.zoo.loaded import ZooError
+
+TIMEOUT = (
+    10.0  # seconds for the question; the libraries themselves try for a minute, or wait for ever
+)
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+
+
+@contextmanager
+def downloading(tag: str, advice: str) -> Iterator[None]:
+    """Whatever goes wrong inside becomes one error that says what to do."""
+    try:
+        yield
+    except ZooError:
+        raise
+    except Exception as error:  # of any of four libraries for HTTP
+        why = str(error).strip().partition("\n")[0]
+        raise ZooError(
+            f"{tag}: cannot get the weights ({type(error).__name__}: {why}). {advice}"
+        ) from error
+
+
+def ask_hub(repository: str, files: tuple[str, ...] = HUB_FILES) -> None:
+    """Raise at once where the hub cannot be reached and has given none of the files before."""
+    import huggingface_hub as hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    if any(isinstance(hub.try_to_load_from_cache(repository, file), str) for file in files):
+        return
+    with suppress(EntryNotFoundError):  # it answers: the library knows more names of files
+        hub.get_hf_file_metadata(hub.hf_hub_url(repository, files[0]), timeout=TIMEOUT)
+
+
+def hub_by_hand(repository: str, tag: str) -> str:
+    """How to place a file of the hub."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    folder, file = f"models--{repository.replace('/', '--')}", HUB_FILES[0]
+    return (
+        f"Without a network: get {file!r} of the hub's {repository!r} on another machine, and load "
+        f"it as fata.zoo.load('/path/to/{file}:{tag}'); or copy that machine's folder {folder!r} "
+        f"of the hub's cache into {HF_HUB_CACHE!r}."
+    )
+
+
+def ask_url(url: str) -> None:
+    """Raise soon where an address cannot be reached and its file is not in torch's cache."""
+    if not _place(url).exists():
+        with suppress(HTTPError):  # it answers, if only that it dislikes the question
+            urlopen(Request(url, method="HEAD"), timeout=TIMEOUT).close()
+
+
+def url_by_hand(url: str, tag: str) -> str:
+    """How to place a file that has an address."""
+    place = _place(url)
+    return (
+        f"Without a network: get {place.name!r} ({url}) on another machine, and put it into "
+        f"{str(place.parent)!r}, or load it as fata.zoo.load('/path/to/{place.name}:{tag}')."
+    )
+
+
+def _place(url: str) -> Path:
+    return Path(torch.hub.get_dir(), "checkpoints", os.path.basename(urlparse(url).path))

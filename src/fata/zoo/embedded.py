@@ -1,0 +1,22 @@
+"""The networks in the package: trained on CIFAR-10 by `scripts/train_embedded.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+from fata.zoo import checkpoint
+from fata.zoo.loaded import Loaded
+from fata.zoo.mini import NAMES
+
+__all__ = ["NAMES", "PRESETS", "load"]
+
+_WEIGHTS = Path(__file__).with_name("weights")
+PRESETS = _WEIGHTS / "presets.json"  # written by `python -m benchmarks.embedded presets`
+
+
+def load(name: str) -> Loaded:
+    """One of `NAMES`, with the settings that suit it."""
+    loaded = checkpoint.load(_WEIGHTS / f"{name}.safetensors")
+    return dataclasses.replace(loaded, name=name, presets=json.loads(PRESETS.read_text())[name])

@@ -1,0 +1,84 @@
+"""A model by name: the network, its preprocessing, and where its weights came from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from fata.methods import parse
+from fata.state import _digest
+from fata.zoo.preprocess import Preprocess
+
+
+class ZooError(RuntimeError):
+    """A model that cannot be had: an unknown name, weights out of reach, a file that misfits."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Which weights a model has.
+
+    Args:
+        tag: their full name, such as `timm:resnet50_gn.a1h_in1k`.
+        origin: the file, the address or the hub's id that they came from.
+        sha256: of the tensors, its first 32 digits; equal weights have it whatever their file.
+    """
+
+    tag: str
+    origin: str
+    sha256: str
+
+    @classmethod
+    def of(cls, model: nn.Module, tag: str, origin: str) -> Weights:
+        """The weights that a model has now; taken at once, for a model may be adapted later."""
+        tensors = model.state_dict()
+        kept = {n: t for n, t in tensors.items() if not n.endswith("num_batches_tracked")}
+        return cls(tag, origin, _digest(kept))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `fata.zoo.load` gives.
+
+    Args:
+        name: as it was asked for.
+        model: in eval mode and float32; its images are those that `preprocess` makes.
+        preprocess: resize, crop, mean and std.
+        classes: number of classes.
+        weights: which ones, and from where.
+        presets: fields that suit the model, by host (`eata`) or by whole spec (`eata+fata`).
+        labels: names of the classes, where they are known.
+        recipe: how the model was trained, where it was trained here.
+    """
+
+    name: str
+    model: nn.Module = field(repr=False)
+    preprocess: Preprocess
+    classes: int
+    weights: Weights
+    presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    labels: tuple[str, ...] = field(default=(), repr=False)
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+
+    def settings(self, spec: str) -> dict[str, Any]:
+        """Fields for `fata.adapt(loaded.model, spec, **loaded.settings(spec))`.
+
+        Methods that make views of the images get the mean and std; then come the presets of the
+        host, and over them those of the whole spec.
+        """
+        method, _ = parse(spec)
+        pixels = {"mean": self.preprocess.mean, "std": self.preprocess.std}
+        views = pixels if hasattr(method, "mean") else {}
+        host = spec.partition("+")[0]
+        return {**views, **self.presets.get(host, {}), **self.presets.get(spec, {})}
+
+    def __str__(self) -> str:
+        use, weights = self.preprocess, self.weights
+        return (
+            f"{self.name}: weights {weights.tag} ({weights.sha256[:8]}), {self.classes} classes, "
+            f"{use.size} x {use.size} after {'squash' if use.squash else 'resize'} to {use.resize} "
+            f"({use.interpolation}), mean {use.mean}, std {use.std}"
+        )

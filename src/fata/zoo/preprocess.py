@@ -1,0 +1,102 @@
+"""From a picture to what a network takes: resize, centre crop, normalise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from fata.pixels import Pixels
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+INTERPOLATIONS = tuple(mode.name.lower() for mode in Image.Resampling)
+
+
+@dataclass(frozen=True)
+class Preprocess:
+    """The preprocessing that a network was trained for.
+
+    Args:
+        resize: length of a picture's shorter side, before the crop.
+        size: side of the square that the network takes.
+        interpolation: of the resize; Pillow's name in lower case, such as `bicubic`.
+        mean: of each channel, of pixels in [0, 1].
+        std: likewise.
+        squash: resize both sides, whatever the picture's shape.
+
+    Example:
+        >>> from PIL import Image
+        >>> from fata.zoo.preprocess import Preprocess
+        >>> preprocess = Preprocess(256, 224, "bilinear", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+        >>> pixels = preprocess.picture(Image.new("RGB", (640, 480)))
+        >>> pixels.shape, preprocess.normalise(pixels[None]).unique()
+        (torch.Size([3, 224, 224]), tensor([-1.]))
+    """
+
+    resize: int
+    size: int
+    interpolation: str
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
+    squash: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse what no picture can be brought to."""
+        if self.resize < 1 or self.size < 1:
+            raise ValueError(
+                f"Preprocess(resize={self.resize!r}, size={self.size!r}): give lengths in pixels."
+            )
+        if self.interpolation not in INTERPOLATIONS:
+            raise ValueError(
+                f"Preprocess(interpolation={self.interpolation!r}): choose one of "
+                f"{', '.join(INTERPOLATIONS)}."
+            )
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise ValueError(
+                f"Preprocess(mean={self.mean!r}, std={self.std!r}): give three numbers each, and "
+                f"a std above 0."
+            )
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Preprocess:
+        """The preprocessing whose fields came out of JSON."""
+        return cls(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
+
+    def picture(self, image: Image.Image) -> Tensor:
+        """The middle of a resized picture, as (3, size, size) in [0, 1]."""
+        return torch.from_numpy(np.array(self.view(image))).permute(2, 0, 1).float().div(255)
+
+    def view(self, image: Image.Image) -> Image.Image:
+        """The same, still a picture."""
+        return self._middle(self._resized(image.convert("RGB"), self.resize, self.squash))
+
+    def crop(self, image: Image.Image) -> Image.Image:
+        """The middle of a picture that has its scale already, such as ImageNet-C's.
+
+        Only one smaller than `size` is resized.
+        """
+        image = image.convert("RGB")
+        if min(image.size) < self.size:
+            image = self._resized(image, self.size, squash=False)
+        return self._middle(image)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """What the network takes, of pixels (B, 3, H, W) in [0, 1]."""
+        return Pixels(self.mean, self.std).back(pixels)
+
+    def _resized(self, image: Image.Image, side: int, squash: bool) -> Image.Image:
+        width, height = image.size
+        short = min(width, height)
+        shape = (side, side) if squash else (side * width // short, side * height // short)
+        if shape == image.size:
+            return image
+        return image.resize(shape, Image.Resampling[self.interpolation.upper()])
+
+    def _middle(self, image: Image.Image) -> Image.Image:
+        left, top = (round((side - self.size) / 2) for side in image.size)
+        return image.crop((left, top, left + self.size, top + self.size))

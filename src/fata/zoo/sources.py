@@ -1,0 +1,226 @@
+"""Architectures of timm, of torchvision and of our own, with the weights that they are known by.
+
+To resolve a name needs no network: tag, preprocessing and address are in the libraries.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import nn
+
+from fata.structure import near
+from fata.zoo import mini
+from fata.zoo.download import ask_hub, ask_url, downloading, hub_by_hand, url_by_hand
+from fata.zoo.loaded import Loaded, Weights, ZooError
+from fata.zoo.preprocess import Preprocess
+
+PAPER = {
+    "resnet50_bn": "torchvision:resnet50.IMAGENET1K_V1",
+    "resnet50_gn": "timm:resnet50_gn.a1h_in1k",
+    "vit_base": "timm:vit_base_patch16_224.augreg_in21k_ft_in1k",
+}
+
+
+class Architecture(Protocol):
+    """A network that a file of weights may be for."""
+
+    tag: str
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """What it is trained for."""
+
+    def build(self, classes: int) -> nn.Module:
+        """The network, untrained."""
+
+
+def architecture(name: str) -> Architecture:
+    """The network that a file's name ends in, after the colon."""
+    name = PAPER.get(name, name)
+    library, _, rest = name.rpartition(":")
+    if library == "torchvision":
+        return Torchvision(rest, weights=False)
+    if library in ("", "timm"):
+        return Mini(name) if name in mini.NAMES else Timm(rest, weights=False)
+    raise ZooError(
+        f"unknown architecture {name!r}: give timm:NAME, torchvision:NAME, or one of "
+        f"{', '.join((*PAPER, *mini.NAMES))}."
+    )
+
+
+class Timm:
+    """A network of timm, as `NAME.TAG`; or `NAME` alone, where that is clear.
+
+    Args:
+        name: with the tag, or without.
+        weights: whether timm's weights are wanted; else the network alone, whose tags need only
+            agree on mean and std.
+    """
+
+    def __init__(self, name: str, weights: bool = True) -> None:
+        import timm
+
+        arch = name.partition(".")[0]
+        if not timm.is_model(arch):
+            raise ZooError(f"timm has no {arch!r}.{near(arch, timm.list_models())}")
+        known = timm.list_pretrained(f"{arch}.*")
+        name = _pick("timm", name, {one: _timm_preprocess(one) for one in known}, weights)
+        cfg: Any = timm.get_pretrained_cfg(name)
+        if weights and not cfg.num_classes:
+            raise ZooError(f"timm:{name} has no classifier, so nothing to adapt by.")
+        self.name, self.tag, self.classes = name, f"timm:{name}", cfg.num_classes
+        self.preprocess = _timm_preprocess(name)
+        self.hub, self.origin = cfg.hf_hub_id, cfg.hf_hub_id or cfg.url
+
+    def build(self, classes: int) -> nn.Module:
+        """The network, untrained."""
+        import timm
+
+        model: nn.Module = timm.create_model(self.name, num_classes=classes)
+        return model
+
+    def pretrained(self) -> nn.Module:
+        """The network with its weights, downloaded where they are not here."""
+        import timm
+
+        by_hand = hub_by_hand if self.hub else url_by_hand
+        with downloading(self.tag, by_hand(self.origin, self.tag)):
+            (ask_hub if self.hub else ask_url)(self.origin)
+            model: nn.Module = timm.create_model(self.name, pretrained=True)
+        return model
+
+
+class Torchvision:
+    """A network of torchvision, as `NAME.WEIGHTS`; or `NAME` alone, as with `Timm`."""
+
+    def __init__(self, name: str, weights: bool = True) -> None:
+        from torchvision import models
+
+        arch = name.partition(".")[0]
+        known = models.list_models(module=models)
+        if arch not in known:
+            raise ZooError(f"torchvision has no {arch!r} that classifies.{near(arch, known)}")
+        every = {f"{arch}.{one.name}": one for one in models.get_model_weights(arch)}
+        uses = {one: _torchvision_preprocess(enum) for one, enum in every.items()}
+        name = _pick("torchvision", name, uses, weights)
+        first = next(iter(every))
+        enum = every.get(name, every[first])
+        if weights and not enum.meta["categories"]:
+            raise ZooError(f"torchvision:{name} has no classifier, so nothing to adapt by.")
+        self.arch, self.weights, self.tag = arch, enum, f"torchvision:{name}"
+        self.preprocess = uses.get(name, uses[first])
+        self.classes, self.origin = len(enum.meta["categories"] or ()), enum.url
+
+    def build(self, classes: int) -> nn.Module:
+        """The network, untrained."""
+        from torchvision import models
+
+        model: nn.Module = models.get_model(self.arch, weights=None, num_classes=classes)
+        return model
+
+    def pretrained(self) -> nn.Module:
+        """The network with its weights, downloaded where they are not here."""
+        from torchvision import models
+
+        with downloading(self.tag, url_by_hand(self.origin, self.tag)):
+            ask_url(self.origin)
+            model: nn.Module = models.get_model(self.arch, weights=self.weights)
+        return model
+
+
+class Mini:
+    """A network of our own."""
+
+    def __init__(self, name: str) -> None:
+        self.tag = name
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """Unknown: it is in the files that we write."""
+        raise ZooError(
+            f"a file for {self.tag!r} must carry its preprocessing: write it with "
+            f"fata.zoo.checkpoint.save."
+        )
+
+    def build(self, classes: int) -> nn.Module:
+        """The network, untrained."""
+        return mini.build(self.tag, classes)
+
+
+def resolve(name: str) -> Timm | Torchvision | None:
+    """The weights that a name stands for; None: those of neither library."""
+    library, _, rest = PAPER.get(name, name).partition(":")
+    kinds: dict[str, type[Timm] | type[Torchvision]] = {"timm": Timm, "torchvision": Torchvision}
+    return kinds[library](rest) if library in kinds else None
+
+
+def load(source: Timm | Torchvision, name: str) -> Loaded:
+    """A network with the weights of its library."""
+    model = source.pretrained().eval()
+    weights = Weights.of(model, source.tag, source.origin)
+    return Loaded(name, model, source.preprocess, source.classes, weights)
+
+
+def tags(name: str) -> list[str]:
+    """Full names, in either library, of a name without one."""
+    import timm
+    from torchvision import models
+
+    arch = name.partition(".")[0]
+    found = [f"timm:{one}" for one in timm.list_pretrained(f"{arch}.*")]
+    if arch in models.list_models(module=models):
+        found += [f"torchvision:{arch}.{one.name}" for one in models.get_model_weights(arch)]
+    return found
+
+
+def _timm_preprocess(name: str) -> Preprocess:
+    import timm
+
+    cfg: Any = timm.get_pretrained_cfg(name)
+    channels, height, width = cfg.input_size
+    if channels != 3 or height != width or cfg.crop_mode not in ("center", "squash"):
+        raise ZooError(
+            f"timm:{name} takes {channels} x {height} x {width} images in crop mode "
+            f"{cfg.crop_mode!r}; only square RGB images, 'center' or 'squash', are known here."
+        )
+    resize, squash = math.floor(height / cfg.crop_pct), cfg.crop_mode == "squash"
+    return Preprocess(resize, height, cfg.interpolation, tuple(cfg.mean), tuple(cfg.std), squash)
+
+
+def _torchvision_preprocess(weights: Any) -> Preprocess:
+    use = weights.transforms()
+    mean, std = tuple(use.mean), tuple(use.std)
+    return Preprocess(use.resize_size[0], use.crop_size[0], use.interpolation.value, mean, std)
+
+
+def _pick(library: str, name: str, uses: Mapping[str, Preprocess], weights: bool) -> str:
+    """The full name that a name stands for.
+
+    Where no weights of the library are wanted, a name alone will do, unless its tags expect
+    different pixels: a wrong mean is never noticed.
+    """
+    choice = " or ".join(f"'{library}:{one}'" for one in uses)
+    if name in uses:
+        return name
+    if "." in name:
+        raise ZooError(f"{library} has no weights {name!r}; it has {choice or 'none'}.")
+    if not weights:
+        if len({(use.mean, use.std) for use in uses.values()}) > 1:
+            raise ZooError(
+                f"'{library}:{name}' is ambiguous, its weights expect different mean and std: say "
+                f"whose the file's are, {choice}."
+            )
+        return name
+    if not uses:
+        raise ZooError(
+            f"{library} has no weights for {name!r}; load a file of your own as "
+            f"'FILE.safetensors:{library}:{name}'."
+        )
+    if len(uses) > 1:
+        raise ZooError(
+            f"'{library}:{name}' is ambiguous, it has {len(uses)} sets of weights: choose {choice}."
+        )
+    return next(iter(uses))

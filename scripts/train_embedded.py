@@ -134,7 +134,7 @@ def train(
             x = normalised(share * x + (1 - share) * x[other])
             y = F.one_hot(labels[index], 10).float()
             y = share[:, 0, 0] * y + (1 - share[:, 0, 0]) * y[other]
-            with torch.autocast(device.type, torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
                 logits = model(x)
             loss = F.cross_entropy(logits.float(), y, label_smoothing=SMOOTHING)
             optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,113 @@
+"""The networks and images in the package."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import train_embedded as script
+
+import fata
+from fata.corruptions import BY_NAME
+from fata.structure import auto_layer
+from fata.zoo import embedded, mini
+from reference_corruptions import reference_corrupt
+
+DETERMINISTIC = ("defocus_blur", "zoom_blur", "brightness", "contrast", "pixelate")
+DETERMINISTIC += ("jpeg_compression", "gaussian_blur", "saturate")  # held pixel by pixel
+PACKAGE = Path(fata.__file__).parent
+
+
+@pytest.fixture(scope="module")
+def pictures():
+    return fata.data.open("embedded").of(fata.data.Domain("clean"))
+
+
+def accuracy(loaded, pixels, labels):
+    with torch.inference_mode():
+        right = [
+            (loaded.model(loaded.preprocess.normalise(x)).argmax(1) == y).float()
+            for x, y in zip(pixels.split(250), labels.split(250), strict=True)
+        ]
+    return 100 * torch.cat(right).mean().item()
+
+
+@pytest.mark.parametrize("name", embedded.NAMES)
+def test_a_network_is_as_good_as_its_file_says(name, pictures):
+    loaded = fata.zoo.load(name)
+    reached = accuracy(loaded, pictures.images.float() / 255, pictures.labels)
+    assert reached == pytest.approx(loaded.recipe["accuracy"], abs=2)
+    assert loaded.labels == fata.data.open("embedded", fit=loaded).classes
+
+
+def test_the_package_stays_small():
+    weights = sum(file.stat().st_size for file in PACKAGE.glob("zoo/weights/*"))
+    images = sum(file.stat().st_size for file in PACKAGE.glob("data/embedded/*"))
+    assert weights <= 16e6
+    assert images <= 6e6
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"), [("mini_resnet_gn", "layer3"), ("mini_vit", "blocks.10")]
+)
+def test_fata_taps_where_the_paper_does(name, layer):
+    assert auto_layer(mini.build(name)) == layer
+
+
+@pytest.mark.parametrize("name", embedded.NAMES)
+def test_presets_are_settings_of_their_methods(name):
+    loaded = fata.zoo.load(name)
+    assert {spec.partition("+")[0] for spec in loaded.presets} == {"tent", "eata", "sar", "deyo"}
+    for spec, fields in loaded.presets.items():
+        settings = {**loaded.settings(spec), "fisher_alpha": 0} if "eata" in spec else fields
+        fata.adapt(loaded.model, spec, **settings).unwrap()
+
+
+def test_adapting_helps_where_the_statistics_moved():
+    """Contrast of severity 5 is what batch statistics are known to undo."""
+    loaded = fata.zoo.load("mini_resnet_bn")
+    data = fata.data.open("embedded", fit=loaded)
+    stream = fata.stream(data, domains=["contrast"], images=256)
+    right = {}
+    for spec in ("source", "norm", "tent+fata"):
+        adapter = fata.adapt(loaded.model, spec, **loaded.settings(spec))
+        answers = [adapter(loaded.preprocess.normalise(b.images)).argmax(1) for b in stream]
+        right[spec] = (torch.cat(answers) == torch.cat([b.labels for b in stream])).float().mean()
+        adapter.reset()
+        adapter.unwrap()
+    assert right["norm"] > right["source"] + 0.2
+    assert right["tent+fata"] > right["source"] + 0.2
+
+
+@pytest.mark.parametrize("name", [name for name in BY_NAME if name not in DETERMINISTIC])
+def test_a_corruption_costs_as_much_accuracy_as_the_references(name, pictures):
+    loaded = fata.zoo.load("mini_resnet_bn")
+    ours = fata.corrupt(pictures.images.float() / 255, name, 5)
+    np.random.seed(0)
+    theirs = reference_corrupt(pictures.images.permute(0, 2, 3, 1).numpy(), name, 5, 32)
+    theirs = torch.from_numpy(theirs).permute(0, 3, 1, 2).float() / 255
+    costs = [accuracy(loaded, pixels, pictures.labels) for pixels in (ours, theirs)]
+    assert costs[0] == pytest.approx(costs[1], abs=2)
+
+
+def test_training_augments_without_leaving_the_pixels_range(pictures):
+    images = pictures.images[:200].float() / 255
+    seen = script.augmented(images, torch.Generator().manual_seed(0))
+    again = script.augmented(images, torch.Generator().manual_seed(0))
+    assert torch.equal(seen, again)
+    assert seen.min() >= 0
+    assert seen.max() <= 1
+    assert not (seen == images).all((1, 2, 3)).any()
+
+
+def test_the_training_script_learns(pictures, monkeypatch):
+    """Shown two classes in a short run of the same code, a network answers with no other."""
+    monkeypatch.setattr(script, "augmented", lambda pixels, g: pixels)
+    two = torch.cat([torch.nonzero(pictures.labels == label)[:8, 0] for label in (0, 9)])
+    torch.manual_seed(0)
+    model = mini.build("mini_resnet_gn")
+    recipe = replace(script.RECIPES["mini_resnet_gn"], batch=16, lr=0.1)
+    script.train(model, pictures.images[two], pictures.labels[two], recipe, 12, seed=0)
+    answers = model(script.normalised(pictures.images[:50].float() / 255)).argmax(1)
+    assert set(answers.tolist()) <= {0, 9}

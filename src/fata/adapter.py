@@ -127,6 +127,7 @@ class Adapter(nn.Module):
             logits[~finite] = bad
             if finite.any():
                 logits[finite] = answer(images[finite]).detach()
+                engine.selected = _spread(engine.selected, finite)
             if self._learning:
                 engine.state.count(seen=len(bad), not_finite=len(bad))
             return logits
@@ -199,6 +200,15 @@ class Adapter(nn.Module):
             "selected": selected,
             **{name: counts.get(name, 0) for name in rows},
         }
+
+    @property
+    def selected(self) -> dict[str, Tensor]:
+        """Which rows of the last batch each term selected; empty where nothing is selected."""
+        engine = self._live()
+        if engine.selected is None:
+            return {}
+        terms = (self.method.name, "fata") if self.plus else (self.method.name,)
+        return dict(zip(terms, engine.selected, strict=False))
 
     def extra_repr(self) -> str:
         """Method, plug-in and what adapts."""
@@ -282,6 +292,16 @@ class Adapter(nn.Module):
         if self._engine is not None:
             self._engine.move()
         return self
+
+
+def _spread(
+    selected: tuple[Tensor, Tensor] | None, finite: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """The selection of the finite rows, as one of the whole batch."""
+    if selected is None:
+        return None
+    host, plus = (torch.zeros_like(finite).masked_scatter(finite, rows) for rows in selected)
+    return host, plus
 
 
 def adapt(

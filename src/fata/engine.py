@@ -103,6 +103,7 @@ class Engine:
         self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
         self._overwrites: bool | None = None  # whether the model changes its images; None: unknown
         self.fisher: Tensor | None = None
+        self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
         self.state = self.fresh()
 
     @property
@@ -220,6 +221,7 @@ class Engine:
         plus = self.plus.select(seen) if self.plus else Selection.none(seen.entropy)
         plus = plus.among(seen.finite)
         self.state.count(host=host.rows.sum(), plus=plus.rows.sum())
+        self.selected = host.rows, plus.rows
         self._learn(first, Terms(seen, host, plus), dense)
         if self.plus and first.perturb:
             self.state.plus = self.plus.observe(first.perturb, self.state.plus)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fata.data import cifar, folders
-from fata.data.dataset import Dataset, Domain
+from fata.data.dataset import CLEAN, Dataset, Domain
 from fata.data.errors import DataError
 from fata.data.serve import Samples
 from fata.data.streams import Stream, replay, stream
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fata.zoo import Loaded
 
 __all__ = [
+    "CLEAN",
     "KINDS",
     "DataError",
     "Dataset",
@@ -103,6 +104,8 @@ def _check(dataset: Dataset, kind: str, model: Loaded) -> None:
             f"{dataset.spec} has {have} classes, but {model.name} tells {want} apart: "
             f"choose a model that was trained on these classes (fata train-source makes one)."
         )
+    if model.labels != dataset.classes and sorted(model.labels) == sorted(dataset.classes):
+        raise DataError(f"{model.name} has the classes of {dataset.spec} in another order.")
     if kind in ("embedded", "cifar10", "cifar10-c") and model.preprocess.size != 32:
         raise DataError(
             f"{dataset.spec} has pictures of 32 pixels, but {model.name} takes "

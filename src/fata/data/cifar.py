@@ -31,86 +31,113 @@ def read(folder: Path, split: str = "test") -> tuple[Tensor, Tensor]:
     """Images (N, 3, 32, 32) as bytes, and labels.
 
     Reads the python pickles (`data_batch_1`, ..., also inside `cifar-10-batches-py`) or PNG files
-    of one image a row (`data_batch_1.png`, ..., labels in two JSON lists).
+    of one image a row (`data_batch_1.png`, ..., also inside `package`; labels in two JSON lists).
     """
+    files = _find(folder, split)
+    if not files:
+        raise DataError(
+            f"no CIFAR-10 in {folder}: expected the python version's files ({_PARTS[split][0]}, "
+            f"...) or PNG files ({_PARTS[split][0]}.png, ...), there or in cifar-10-batches-py/. "
+            f"download=True (--download) fetches the former."
+        )
+    if missing := [file for file in files if not file.exists()]:
+        raise DataError(f"CIFAR-10 is not complete: {missing[0]} is missing.")
+    return _pictures(files, split) if files[0].suffix == ".png" else _pickles(files)
+
+
+def _find(folder: Path, split: str) -> list[Path]:
+    """The files of a split where the first is there, or none."""
     for inner in (folder, folder / "cifar-10-batches-py", folder / "package"):
-        for suffix, reader in (("", _pickles), (".png", _pictures)):
+        for suffix in ("", ".png"):
             files = [inner / f"{part}{suffix}" for part in _PARTS[split]]
             if files[0].exists():
-                missing = [file for file in files if not file.exists()]
-                if missing:
-                    raise DataError(f"CIFAR-10 is not complete: {missing[0]} is missing.")
-                images, labels = reader(files, split)
-                if len(images) != len(labels):
-                    raise DataError(
-                        f"{inner}: {len(images)} images but {len(labels)} labels ({split})."
-                    )
-                return images, labels
-    raise DataError(
-        f"no CIFAR-10 in {folder}: expected the python version's files ({_PARTS[split][0]}, ...) "
-        f"or PNG files ({_PARTS[split][0]}.png, ...), there or in cifar-10-batches-py/. "
-        f"download=True (--download) fetches the former."
-    )
-
-
-def rows(file: Path) -> Tensor:
-    """Images of a PNG file with one 32 x 32 image a row of 1,024 pixels."""
-    pixels = reading(file, lambda: np.asarray(_open(file).convert("RGB")))
-    if pixels.shape[1] != 1024:
-        raise DataError(f"{file}: rows of {pixels.shape[1]} pixels; expected 1,024 (32 x 32).")
-    images = torch.from_numpy(pixels.reshape(-1, 32, 32, 3).copy())
-    return images.permute(0, 3, 1, 2).contiguous()
-
-
-def reading(file: Path, how: Callable[[], Any]) -> Any:
-    """What reading a file gives; a file that cannot be read is named."""
-    try:
-        return how()
-    except Exception as error:
-        raise DataError(f"cannot read {file}: {type(error).__name__}: {error}") from error
-
-
-def _open(file: Path) -> Image.Image:
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # ten thousand images in one
-    try:
-        return Image.open(file)
-    finally:
-        Image.MAX_IMAGE_PIXELS = limit
+                return files
+    return []
 
 
 def _pictures(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
     lists = [files[0].with_name(f"{split}_{name}.json") for name in ("lables", "labels")]
     listed = next((file for file in lists if file.exists()), None)
     if listed is None:
-        raise DataError(f"{files[0].parent}: the labels, {lists[0].name}, are missing.")
-    labels = reading(listed, lambda: torch.tensor(json.loads(listed.read_text())))
-    return torch.cat([rows(file) for file in files]), labels
+        raise DataError(f"the labels of {files[0]} are missing: expected {lists[0]}.")
+    images = torch.cat([_rows(file) for file in files])
+    labels = _reading(listed, lambda: torch.tensor(json.loads(listed.read_text())))
+    return images, _checked(listed, labels, len(images))
 
 
-def _pickles(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
-    batches = [reading(file, partial(_unpickled, file)) for file in files]
-    images = [torch.from_numpy(batch[b"data"].reshape(-1, 3, 32, 32)) for batch in batches]
-    return torch.cat(images), torch.cat([torch.tensor(batch[b"labels"]) for batch in batches])
+def _rows(file: Path) -> Tensor:
+    """Images of a PNG file with one 32 x 32 image a row of 1,024 pixels."""
+
+    def pixels() -> np.ndarray:
+        with Image.open(file) as picture:
+            return np.array(picture.convert("RGB"))
+
+    rows = _reading(file, pixels)
+    if rows.shape[1] != 1024:
+        raise DataError(f"{file}: rows of {rows.shape[1]} pixels; expected 1,024 (32 x 32).")
+    return torch.from_numpy(rows.reshape(-1, 32, 32, 3)).permute(0, 3, 1, 2).contiguous()
 
 
-def _unpickled(file: Path) -> Any:
+def _pickles(files: list[Path]) -> tuple[Tensor, Tensor]:
+    batches = [_reading(file, partial(_unpickled, file)) for file in files]
+    images, labels = zip(*batches, strict=True)
+    return torch.cat(images), torch.cat(labels)
+
+
+def _unpickled(file: Path) -> tuple[Tensor, Tensor]:
     with file.open("rb") as opened:
-        return _Arrays(opened, encoding="bytes").load()
+        batch = _Unpickler(opened, encoding="bytes").load()
+    batch = {name.decode() if isinstance(name, bytes) else name: batch[name] for name in batch}
+    images = torch.from_numpy(batch["data"].values.reshape(-1, 3, 32, 32))
+    return images, _checked(file, torch.tensor(batch["labels"]), len(images))
 
 
-class _Arrays(pickle.Unpickler):
-    """Reads arrays and plain values; anything else in a pickle could run code."""
+class _Unpickler(pickle.Unpickler):
+    """Reads plain values and arrays of bytes.
+
+    Anything else could run code; so could NumPy's own classes, which take pointers from a file.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
-        """Only what NumPy arrays are made of."""
-        if module.startswith("numpy") and name in (
-            "_reconstruct",
-            "ndarray",
-            "dtype",
-            "_frombuffer",
-        ):
-            return super().find_class(module, name)
+        """Stand-ins for what pickled arrays are made of."""
+        if (module, name) == ("_codecs", "encode"):
+            return _encode
+        if module.partition(".")[0] == "numpy" and name in _STAND_INS:
+            return _STAND_INS[name]
         raise pickle.UnpicklingError(f"{module}.{name} has no place in CIFAR-10")
+
+
+class _Array:
+    def __init__(self, *_: object) -> None:
+        self.values = np.empty(0, np.uint8)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, _, fortran, content = state
+        values = np.frombuffer(content, np.uint8).copy()
+        self.values = values.reshape(shape, order="F" if fortran else "C")
+
+
+class _Kind:
+    def __init__(self, name: str | bytes, *_: object) -> None:
+        if name not in ("u1", b"u1"):
+            raise pickle.UnpicklingError(f"an array of {name!r}; expected bytes, 'u1'")
+
+    def __setstate__(self, state: object) -> None: ...
+
+
+def _array_of(content: bytes, kind: _Kind, shape: tuple[int, ...], order: str) -> _Array:
+    """As arrays are written since Python 3.8."""
+    array = _Array()
+    array.__setstate__((1, shape, kind, order == "F", content))
+    return array
+
+
+def _encode(text: str, _: str) -> bytes:
+    """As Python 3 writes bytes for Python 2 to read."""
+    return text.encode("latin1")
+
+
+_STAND_INS = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Kind, "_frombuffer": _array_of}
 
 
 def dataset(spec: str, folder: Path, jpeg: bool) -> Dataset:
@@ -122,32 +149,39 @@ def dataset(spec: str, folder: Path, jpeg: bool) -> Dataset:
 def corrupted(spec: str, folder: Path) -> Dataset:
     """CIFAR-10-C: a file a corruption, five severities after each other; whatever is there."""
     names = [name for name in BY_NAME if (folder / f"{name}.npy").exists()]
-    if not names or not (folder / "labels.npy").exists():
+    known = folder / "labels.npy"
+    if not names or not known.exists():
         raise DataError(
             f"no CIFAR-10-C in {folder}: expected labels.npy and files such as gaussian_noise.npy."
         )
-    labels = _array(folder / "labels.npy", 1)
+    every = _reading(known, lambda: torch.from_numpy(np.load(known)))
+    labels = _checked(known, every, len(every))
+    if len(labels) % 5:
+        raise DataError(f"{known}: {len(labels)} labels are not as many for five severities.")
     domains = tuple(Domain(name, severity) for name in names for severity in SEVERITIES)
 
     def pictures(domain: Domain) -> Arrays:
-        file = folder / f"{domain.name}.npy"
-        every, severity = _array(file, 4), domain.severity or 0
-        n = len(every) // 5
-        if every.shape[1:] != (32, 32, 3) or len(every) != len(labels):
+        file, severity = folder / f"{domain.name}.npy", domain.severity or 0
+        every = _reading(file, lambda: np.load(file, mmap_mode="r"))
+        if every.shape != (len(labels), 32, 32, 3) or every.dtype != np.uint8:
             raise DataError(
-                f"{file}: shape {every.shape}; expected ({len(labels)}, 32, 32, 3), as labels.npy."
+                f"{file}: {every.dtype} of shape {every.shape}; expected uint8 of "
+                f"({len(labels)}, 32, 32, 3), as many as labels.npy has."
             )
+        n = len(labels) // 5
         part = slice((severity - 1) * n, severity * n)
         images = torch.from_numpy(np.array(every[part])).permute(0, 3, 1, 2).contiguous()
-        return Arrays(images, torch.from_numpy(labels[part].astype(np.int64)))
+        return Arrays(images, labels[part])
 
     return Dataset(spec, CLASSES, domains, pictures)
 
 
 def download(folder: Path) -> None:
-    """Fetch the python version through torchvision, unless it is there."""
+    """Fetch the python version through torchvision, unless CIFAR-10 is there."""
     from torchvision.datasets import CIFAR10
 
+    if all(_find(folder, split) for split in _PARTS):
+        return
     try:
         CIFAR10(str(folder), download=True)
     except Exception as error:  # whatever the network does
@@ -157,8 +191,20 @@ def download(folder: Path) -> None:
         ) from error
 
 
-def _array(file: Path, axes: int) -> np.ndarray:
-    array = reading(file, lambda: np.load(file, mmap_mode="r"))
-    if array.ndim != axes or array.dtype.kind not in "iu":
-        raise DataError(f"{file}: {array.dtype} of shape {array.shape} is not CIFAR-10-C's.")
-    return array  # type: ignore[no-any-return]
+def _checked(file: Path, labels: Tensor, images: int) -> Tensor:
+    """The labels of a file, if they are what they should be."""
+    if labels.shape != (images,) or labels.is_floating_point():
+        raise DataError(f"{file}: expected {images:,} labels, one an image, all whole numbers.")
+    if images == 0 or labels.min() < 0 or labels.max() >= len(CLASSES):
+        raise DataError(f"{file}: expected labels from 0 to {len(CLASSES) - 1}.")
+    return labels.long()
+
+
+def _reading(file: Path, how: Callable[[], Any]) -> Any:
+    """What reading a file gives; a file that cannot be read is named."""
+    try:
+        return how()
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"cannot read {file}: {type(error).__name__}: {error}") from error

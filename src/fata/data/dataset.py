@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +50,7 @@ class Pictures(Protocol):
         """Equal for equal pictures, wherever they lie."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Arrays:
     """Pictures in memory."""
 
@@ -67,11 +68,10 @@ class Arrays:
     @cached_property
     def digest(self) -> str:
         """Of pixels and labels."""
-        parts = (self.images.contiguous().numpy(), self.labels.numpy())
-        return _digest(b"".join(hashlib.sha256(part.tobytes()).digest() for part in parts))
+        return _digest(self.images.contiguous().numpy().data, self.labels.numpy().data)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Files:
     """Pictures on the disk, decoded when they are read."""
 
@@ -83,7 +83,7 @@ class Files:
     def read(self, index: int) -> Tensor:
         """One picture, (3, H, W), bytes."""
         with Image.open(self.folder / self.paths[index]) as picture:
-            pixels = np.array(self.view(picture.convert("RGB")))
+            pixels = np.array(self.view(_rgb(picture)))
         return torch.from_numpy(pixels).permute(2, 0, 1)
 
     def name(self, index: int) -> str:
@@ -93,11 +93,11 @@ class Files:
     @cached_property
     def digest(self) -> str:
         """Of names, sizes and labels: reading every picture would take too long."""
-        sizes = (f"{path} {(self.folder / path).stat().st_size}" for path in self.paths)
-        return _digest("\n".join(sizes).encode() + self.labels.numpy().tobytes())
+        sizes = (f"{path} {_size(f'{self.folder}/{path}')}" for path in self.paths)
+        return _digest(os.fsencode("\n".join(sizes)), self.labels.numpy().data)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Dataset:
     """Pictures by domain; corruptions are either on the disk or made on the fly."""
 
@@ -113,10 +113,9 @@ class Dataset:
         """The pictures of a domain, before any corruption that is made."""
         if domain not in self.domains:
             raise DataError(self._unknown(domain))
-        key = Domain(CLEAN) if self.made else domain
-        if key not in self._opened:
-            self._opened[key] = self.pictures(key)
-        return self._opened[key]
+        if domain not in self._opened:
+            self._opened[domain] = self.pictures(domain)
+        return self._opened[domain]
 
     def finish(self, pixels: Tensor, domain: Domain, ids: Sequence[int]) -> Tensor:
         """Corrupt pixels in [0, 1] where the corruption is not on the disk already."""
@@ -127,19 +126,28 @@ class Dataset:
     def named(self, names: Sequence[str] | None, severity: int) -> list[Domain]:
         """Domains by name; corruptions at one severity. None: the benchmark's, or all folders."""
         if names is None:
-            names = list(dict.fromkeys(d.name for d in self.domains if d.name in NAMES))
-        if not names:
-            names = [domain.name for domain in self.domains]
+            every = list(dict.fromkeys(domain.name for domain in self.domains))
+            made = {domain.name for domain in self.domains if domain.severity is not None}
+            names = [name for name in NAMES if name in made] or every
+        if not names or len(set(names)) < len(names):
+            raise DataError(f"domains={list(names)!r}: give at least one, and each once.")
         known = {domain.name for domain in self.domains if domain.severity is None}
         wanted = [Domain(name, None if name in known else severity) for name in names]
         if missing := [domain for domain in wanted if domain not in self.domains]:
             raise DataError(self._unknown(missing[0]))
         return wanted
 
+    def fingerprint(self, domains: Iterable[Domain]) -> str:
+        """Equal where the pictures of these domains are; asks for the size of every file."""
+        digests = {str(domain): self.of(domain).digest for domain in domains}
+        if self.made:
+            return self.of(Domain(CLEAN)).digest
+        return _digest("\n".join(map(" ".join, digests.items())).encode())
+
     @property
     def provenance(self) -> dict[str, str]:
-        """What a result should be kept with."""
-        facts = {"data": self.spec, "images": self.of(self.domains[0]).digest}
+        """What a result should be kept with, beside the fingerprint of what came."""
+        facts = {"data": self.spec}
         if self.made:
             facts["corruptions"] = f"made, {'through JPEG 85' if self.jpeg else 'no JPEG'}"
             facts["frost"] = weather.frost_source()
@@ -160,5 +168,22 @@ class Dataset:
 MADE = (Domain(CLEAN), *(Domain(name, severity) for name in BY_NAME for severity in SEVERITIES))
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
+def _digest(*parts: bytes | memoryview) -> str:
+    whole = b"".join(hashlib.sha256(part).digest() for part in parts)
+    return hashlib.sha256(whole).hexdigest()[:16]
+
+
+def _size(file: str) -> int:
+    try:
+        return os.stat(file).st_size
+    except OSError:  # reading it will say what is wrong
+        return -1
+
+
+def _rgb(picture: Image.Image) -> Image.Image:
+    """As torchvision reads folders: EXIF turns nothing. But 16-bit grey is scaled, not clipped."""
+    if picture.mode.startswith("I"):
+        picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
+    if picture.mode == "P":  # Pillow warns of see-through colours, unless it may keep them
+        picture = picture.convert("RGBA")
+    return picture.convert("RGB")

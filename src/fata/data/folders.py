@@ -10,27 +10,29 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from fata.corruptions import BY_NAME
+from fata.corruptions import BY_NAME, SEVERITIES
 from fata.data.dataset import MADE, Dataset, Domain, Files, Pictures
 from fata.data.errors import DataError
 from fata.structure import listed
 
 View = Callable[[Image.Image], Image.Image]
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff")
+SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".pgm", ".ppm", ".tif", ".tiff")
 OFFICE_HOME = {
-    "Art": ("art",),
-    "Clipart": ("clipart",),
-    "Product": ("product",),
-    "Real World": ("realworld", "real"),
+    "art": "Art",
+    "clipart": "Clipart",
+    "product": "Product",
+    "realworld": "Real World",
+    "real": "Real World",
 }
+_MOST_CLASSES = 100_000
 
 
 def imagenet(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
     """Validation pictures in a folder a synset; corruptions are made on the fly."""
-    folder = _inside(folder, "val")
+    place = folder / "val" if (folder / "val").is_dir() else folder
     synsets = _synsets()
-    pictures = _files(folder, _synset_folders(folder, synsets), view)
+    pictures = _files(place, _synset_folders(place, synsets), view)
     return Dataset(spec, tuple(synsets), MADE, lambda _: pictures, made=True, jpeg=jpeg)
 
 
@@ -43,7 +45,7 @@ def imagenet_c(spec: str, folder: Path, view: View) -> Dataset:
         for corruption in _folders(parent)
         if corruption.name in BY_NAME
         for severity in _folders(corruption)
-        if severity.name in "12345"
+        if severity.name in map(str, SEVERITIES)
     }
     if not places:
         raise DataError(
@@ -62,23 +64,23 @@ def imagenet_c(spec: str, folder: Path, view: View) -> Dataset:
 
 def office_home(spec: str, folder: Path, view: View) -> Dataset:
     """Four domains of 65 classes, under any of the spellings that circulate."""
-    place = _inside(folder, "OfficeHomeDataset_10072016", "OfficeHome", "office_home")
-    spelled = {re.sub("[^a-z]", "", inner.name.lower()): inner for inner in _folders(place)}
-    domains = {
-        domain: next(spelled[key] for key in keys if key in spelled)
-        for domain, keys in OFFICE_HOME.items()
-        if any(key in spelled for key in keys)
-    }
-    missing = [domain for domain in OFFICE_HOME if domain not in domains]
-    if missing:
+    place = max((folder, *_folders(folder)), key=lambda place: len(_office_home(place)))
+    domains = _office_home(place)
+    names = dict.fromkeys(OFFICE_HOME.values())
+    if missing := [name for name in names if name not in domains]:
         raise DataError(
             f"Office-Home in {place}: no folder for {listed(missing)} (spellings such as "
             f"'Real World', 'Real_World', 'RealWorld' are all right); found {_found(place)}."
         )
-    dataset = _with_domains(spec, domains, view)
+    dataset = _with_domains(spec, {name: domains[name] for name in names}, view)
     if len(dataset.classes) != 65:
         raise DataError(f"Office-Home has 65 classes; {place} has {len(dataset.classes)}.")
     return dataset
+
+
+def _office_home(place: Path) -> dict[str, Path]:
+    spelled = {re.sub("[^a-z]", "", inner.name.lower()): inner for inner in _folders(place)}
+    return {OFFICE_HOME[key]: inner for key, inner in spelled.items() if key in OFFICE_HOME}
 
 
 def folder_of(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
@@ -86,11 +88,19 @@ def folder_of(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
     inner = _folders(folder)
     if not inner:
         raise DataError(f"{folder} has no folders: expected one a class, or one a domain.")
-    if all(_folders(domain) for domain in inner):
-        return _with_domains(spec, {domain.name: domain for domain in inner}, view)
-    classes, labels = _numbered([one.name for one in inner])
-    pictures = _files(folder, labels, view)
-    return Dataset(spec, classes, MADE, lambda _: pictures, made=True, jpeg=jpeg)
+    domains = [one for one in inner if _folders(one) and not _picture_names(one)]
+    if not domains:
+        classes, labels = _numbered(folder, [one.name for one in inner])
+        pictures = _files(folder, labels, view)
+        return Dataset(spec, classes, MADE, lambda _: pictures, made=True, jpeg=jpeg)
+    if other := [one for one in inner if one not in domains]:
+        raise DataError(
+            f"{domains[0]} has folders in it, {other[0]} has none: expected either one folder a "
+            f"class in {folder}, or one a domain with one a class in it."
+        )
+    if jpeg:
+        raise DataError(f"jpeg: the domains of {folder} are taken as they are on the disk.")
+    return _with_domains(spec, {domain.name: domain for domain in domains}, view)
 
 
 def _with_domains(spec: str, domains: Mapping[str, Path], view: View) -> Dataset:
@@ -102,7 +112,7 @@ def _with_domains(spec: str, domains: Mapping[str, Path], view: View) -> Dataset
                 f"{domains[domain]} has no folder for the class{'es' if len(gone) > 1 else ''} "
                 f"{listed(gone, 6)}, which other domains have."
             )
-    classes, labels = _numbered(every)
+    classes, labels = _numbered(next(iter(domains.values())), every)
     return Dataset(
         spec,
         classes,
@@ -111,21 +121,26 @@ def _with_domains(spec: str, domains: Mapping[str, Path], view: View) -> Dataset
     )
 
 
-def _numbered(names: Iterable[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+def _numbered(folder: Path, names: Iterable[str]) -> tuple[tuple[str, ...], dict[str, int]]:
     """Classes and the label of each: in alphabetical order, unless their names are numbers."""
     names = sorted(names)
-    if all(name.isdecimal() for name in names):
-        labels = {name: int(name) for name in names}
-        return tuple(str(label) for label in range(max(labels.values()) + 1)), labels
-    return tuple(names), {name: label for label, name in enumerate(names)}
+    if not all(name.isdecimal() for name in names):
+        return tuple(names), {name: label for label, name in enumerate(names)}
+    labels = {name: int(name) for name in names}
+    highest = max(names, key=int)
+    if labels[highest] >= _MOST_CLASSES:
+        raise DataError(
+            f"{folder / highest}: folders named by numbers are taken for labels, 0 to "
+            f"{_MOST_CLASSES - 1:,}. Rename them where their numbers are none."
+        )
+    return tuple(str(label) for label in range(labels[highest] + 1)), labels
 
 
 def _files(folder: Path, labels: Mapping[str, int], view: View) -> Files:
     paths: list[str] = []
     numbers: list[int] = []
     for name, label in labels.items():
-        inside = [e.name for e in os.scandir(folder / name) if e.name.lower().endswith(SUFFIXES)]
-        inside = sorted(file for file in inside if not file.startswith("."))
+        inside = _picture_names(folder / name)
         if not inside:
             raise DataError(
                 f"{folder / name} has no picture: expected files ending in {', '.join(SUFFIXES)}."
@@ -136,9 +151,8 @@ def _files(folder: Path, labels: Mapping[str, int], view: View) -> Files:
 
 
 def _synset_folders(folder: Path, synsets: Mapping[str, int]) -> dict[str, int]:
-    labels = {
-        inner.name: synsets[inner.name] for inner in _folders(folder) if inner.name in synsets
-    }
+    names = [inner.name for inner in _folders(folder)]
+    labels = {name: synsets[name] for name in names if name in synsets}
     if not labels:
         raise DataError(
             f"no ImageNet pictures in {folder}: expected a folder a synset, such as n01440764/; "
@@ -155,14 +169,23 @@ def _synsets() -> dict[str, int]:
     return {name: label for label, name in enumerate(names)}
 
 
-def _inside(folder: Path, *names: str) -> Path:
-    """The folder, or the one of these names in it."""
-    return next((folder / name for name in names if (folder / name).is_dir()), folder)
-
-
 def _folders(folder: Path) -> list[Path]:
-    return sorted(p for p in folder.iterdir() if p.is_dir() and not p.name.startswith("."))
+    return [folder / name for name, is_folder in _listing(folder) if is_folder]
+
+
+def _picture_names(folder: Path) -> list[str]:
+    names = (name for name, is_folder in _listing(folder) if not is_folder)
+    return [name for name in names if name.lower().endswith(SUFFIXES)]
 
 
 def _found(folder: Path) -> str:
-    return listed(sorted(p.name for p in folder.iterdir()), 6) or "nothing"
+    return listed((name for name, _ in _listing(folder)), 6) or "nothing"
+
+
+def _listing(folder: Path) -> list[tuple[str, bool]]:
+    """Names in a folder in order, but for hidden ones, and whether each is a folder."""
+    try:
+        with os.scandir(folder) as entries:
+            return sorted((e.name, e.is_dir()) for e in entries if not e.name.startswith("."))
+    except OSError as error:
+        raise DataError(f"cannot look into {folder}: {error.strerror}.") from error

@@ -6,9 +6,9 @@ A scenario yields segments; a batch never crosses from one into the next.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -19,13 +19,19 @@ from fata.data.errors import DataError
 from fata.data.label_shift import label_shift
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segment:
     """Some images of some domains, in order."""
 
-    domains: list[Domain]  # one an image
-    index: np.ndarray
+    domains: tuple[Domain, ...]
+    place: np.ndarray  # which of them each image is of
+    index: np.ndarray  # which image of it
     reset: bool  # start from the source model
+
+    @classmethod
+    def of(cls, domain: Domain, index: np.ndarray, reset: bool) -> Segment:
+        """Images of one domain."""
+        return cls((domain,), np.zeros(len(index), dtype=np.int64), index, reset)
 
 
 @dataclass(frozen=True)
@@ -33,12 +39,12 @@ class Deck:
     """The domains to be met, and draws that depend on (seed, data, key) alone."""
 
     dataset: Dataset
-    names: list[str] | None
+    names: Sequence[str] | None
     severity: int
     seed: int
     images: int | None  # of each domain; None: all
 
-    @property
+    @cached_property
     def domains(self) -> list[Domain]:
         """At the severity asked for."""
         return self.dataset.named(self.names, self.severity)
@@ -50,6 +56,11 @@ class Deck:
             return np.arange(len(labels))
         chosen = _generator(labels, "subset").permutation(len(labels))[: self.images]
         return np.sort(chosen)
+
+    def labels(self, domain: Domain) -> np.ndarray:
+        """Of the members, counted through: 0, 1, ... for the classes that have any."""
+        labels = self.dataset.of(domain).labels.numpy()[self.members(domain)]
+        return np.unique(labels, return_inverse=True)[1]
 
     def generator(self, domain: Domain, key: str) -> np.random.RandomState:
         """For the draws of one domain."""
@@ -63,56 +74,59 @@ class Deck:
 def normal(deck: Deck) -> Iterator[Segment]:
     """One domain after another, shuffled; the model starts anew at each."""
     for domain in deck.domains:
-        yield _of(domain, deck.shuffled(domain), reset=True)
+        yield Segment.of(domain, deck.shuffled(domain), reset=True)
 
 
 def label_shifted(
     deck: Deck, *, ratio: float = 500_000, length: int | None = None
 ) -> Iterator[Segment]:
     """As normal, but one class after another dominates (SAR's online label shift)."""
+    labels, order = np.empty(0), torch.empty(0)
     for domain in deck.domains:
-        members = deck.members(domain)
-        labels = deck.dataset.of(domain).labels[torch.from_numpy(members)]
-        order = label_shift(labels, ratio, length, deck.seed)
-        yield _of(domain, members[order.numpy()], reset=True)
+        last, labels = labels, deck.labels(domain)
+        if not np.array_equal(labels, last):  # corruptions of the same images have one order
+            try:
+                order = label_shift(torch.from_numpy(labels), ratio, length, deck.seed)
+            except ValueError as error:
+                raise DataError(f"label-shift: {error}") from error
+        yield Segment.of(domain, deck.members(domain)[order.numpy()], reset=True)
 
 
 def mixed(deck: Deck) -> Iterator[Segment]:
     """All domains in one shuffled stream."""
-    parts = [_of(domain, deck.members(domain), reset=True) for domain in deck.domains]
-    domains = [domain for part in parts for domain in part.domains]
-    index = np.concatenate([part.index for part in parts])
+    parts = [deck.members(domain) for domain in deck.domains]
+    place = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
     key = "mixed " + " ".join(map(str, deck.domains))
-    order = deck.generator(deck.domains[0], key).permutation(len(index))
-    yield Segment([domains[i] for i in order], index[order], reset=True)
+    order = deck.generator(deck.domains[0], key).permutation(len(place))
+    yield Segment(tuple(deck.domains), place[order], np.concatenate(parts)[order], reset=True)
 
 
 def continual(deck: Deck) -> Iterator[Segment]:
     """One domain after another without a new start."""
     for number, segment in enumerate(normal(deck)):
-        yield Segment(segment.domains, segment.index, reset=number == 0)
+        yield replace(segment, reset=number == 0)
 
 
 def gradual(deck: Deck) -> Iterator[Segment]:
-    """Without a new start, the severity of each corruption goes 1, 2, ..., 5, ..., 2, 1."""
-    names = [domain.name for domain in deck.domains if domain.severity is not None]
-    if not names:
-        raise DataError(f"gradual: {deck.dataset.spec} has no corruptions with severities.")
-    first = True
-    for name in names:
-        for step, severity in enumerate((1, 2, 3, 4, 5, 4, 3, 2, 1)):
-            (domain,) = deck.dataset.named([name], severity)
-            yield _of(domain, deck.shuffled(domain, f"gradual {step}"), reset=first)
-            first = False
+    """Without a new start, severities go 1, 2, ... up to the one asked for, and down to 1 again."""
+    for place, domain in enumerate(deck.domains):
+        if domain.severity is None:
+            raise DataError(f"gradual: {domain.name!r} of {deck.dataset.spec} has no severities.")
+        up = range(1, domain.severity + 1)
+        for step, severity in enumerate([*up, *reversed(up[:-1])]):
+            (one,) = deck.dataset.named([domain.name], severity)
+            index = deck.shuffled(one, f"gradual {step}")
+            yield Segment.of(one, index, reset=place == step == 0)
 
 
 def recurring(deck: Deck, *, rounds: int = 10) -> Iterator[Segment]:
     """The sequence again and again without a new start, each time in another order."""
-    _at_least("recurring", rounds=rounds)
+    if not isinstance(rounds, int) or rounds < 1:
+        raise DataError(f"recurring(rounds={rounds!r}): must be a whole number, at least 1.")
     for turn in range(rounds):
         for place, domain in enumerate(deck.domains):
             index = deck.shuffled(domain, f"round {turn}")
-            yield _of(domain, index, reset=turn == place == 0)
+            yield Segment.of(domain, index, reset=turn == place == 0)
 
 
 def correlated(deck: Deck, *, concentration: float = 0.1) -> Iterator[Segment]:
@@ -121,22 +135,24 @@ def correlated(deck: Deck, *, concentration: float = 0.1) -> Iterator[Segment]:
     Time has as many slots as there are classes. Each class spreads its images over the slots by
     Dirichlet(concentration); a slot shows its classes one after another.
     """
-    if not concentration > 0:
-        raise DataError(f"correlated(concentration={concentration!r}): must be above 0.")
+    if not 0.01 <= concentration < float("inf"):  # below, all draws of a class may underflow to 0
+        raise DataError(f"correlated(concentration={concentration!r}): must be at least 0.01.")
     for domain in deck.domains:
         rng = deck.generator(domain, "correlated")
-        members = rng.permutation(deck.members(domain))
-        labels = deck.dataset.of(domain).labels.numpy()[members]
-        classes = np.unique(labels)
-        slots: list[list[np.ndarray]] = [[] for _ in classes]
-        for label in classes:
-            own = members[labels == label]
-            shares = rng.dirichlet(np.full(len(classes), concentration))
-            cuts = (np.cumsum(shares)[:-1] * len(own)).round().astype(int)
-            for slot, part in zip(slots, np.split(own, cuts), strict=True):
-                slot.append(part)
-        order = [slot[i] for slot in slots for i in rng.permutation(len(slot))]
-        yield _of(domain, np.concatenate(order), reset=True)
+        shuffle = rng.permutation(len(deck.members(domain)))
+        label = deck.labels(domain)[shuffle]
+        sizes = np.bincount(label)
+        slots = []
+        for size in sizes:
+            shares = rng.dirichlet(np.full(len(sizes), concentration))
+            ends = (shares.cumsum() * size).round()
+            slots.append(np.searchsorted(ends[:-1], np.arange(size), side="right"))
+        slot = np.empty_like(label)
+        slot[label.argsort(kind="stable")] = np.concatenate(slots)
+        bursts, burst = np.unique(slot * len(sizes) + label, return_inverse=True)
+        turn = rng.random_sample(len(bursts))[burst]
+        index = deck.members(domain)[shuffle][np.lexsort((turn, slot))]
+        yield Segment.of(domain, index, reset=True)
 
 
 SCENARIOS: dict[str, Callable[..., Iterator[Segment]]] = {
@@ -155,13 +171,3 @@ def _generator(labels: Tensor, key: str) -> np.random.RandomState:
     """Whose numbers never change from one version of NumPy to another."""
     content = hashlib.sha256(f"{key}/".encode() + labels.numpy().tobytes())
     return np.random.RandomState(np.frombuffer(content.digest(), dtype=np.uint32))
-
-
-def _of(domain: Domain, index: np.ndarray, reset: bool) -> Segment:
-    return Segment([domain] * len(index), index, reset)
-
-
-def _at_least(scenario: str, **values: Any) -> None:
-    for name, value in values.items():
-        if value < 1:
-            raise DataError(f"{scenario}({name}={value!r}): must be at least 1.")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,17 +15,17 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from fata.data.dataset import Arrays, Domain
+from fata.data.dataset import Arrays, Dataset, Domain, Pictures
 from fata.data.errors import DataError
 
 if TYPE_CHECKING:
     from fata.data.streams import Stream
 
-Span = tuple[int, int, bool]
+Row = tuple[int, int]  # which source, and which of its pictures
 Broken = dict[int, str]  # what is wrong with a row's picture
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Samples:
     """One batch of a stream."""
 
@@ -32,7 +34,7 @@ class Samples:
     domains: tuple[Domain, ...]  # one an image
     index: Tensor  # which image of its domain each one is
     reset: bool  # start from the source model before this batch
-    damaged: tuple[str, ...]  # pictures left out since the batch before, and why
+    damaged: tuple[str, ...]  # left out since the batch before, and why; the last has all the rest
 
     @property
     def domain(self) -> str:
@@ -44,87 +46,113 @@ def batches(
     stream: Stream, device: torch.device, workers: int | None, skip_damaged: bool
 ) -> Iterator[Samples]:
     """Every batch of a stream; one without a whole picture is left out."""
+    held: Samples | None = None  # until it is known whether only damaged pictures follow
     reset = False
     damaged: list[str] = []
-    for (first, last, starts), pictures, broken in _decoded(stream, device, workers):
-        if broken and not skip_damaged:
-            raise DataError(
-                f"damaged picture {next(iter(broken.values()))}. skip_damaged=True "
-                f"(--skip-damaged) counts such pictures and goes on."
+    sources = [stream.dataset.of(domain) for domain in stream.domains]
+    spans = stream.spans
+    rows = (_rows(stream, first, last) for first, last, _ in spans)
+    with closing(read(sources, rows, len(spans), device, workers)) as decoded:
+        for (first, last, starts), (pictures, broken) in zip(spans, decoded, strict=True):
+            if broken and not skip_damaged:
+                raise DataError(
+                    f"damaged picture {next(iter(broken.values()))}. skip_damaged=True "
+                    f"(--skip-damaged) counts such pictures and goes on."
+                )
+            reset |= starts
+            damaged += broken.values()
+            if len(broken) == last - first:
+                continue
+            if held is not None:
+                yield held
+            whole = torch.tensor([row not in broken for row in range(last - first)])
+            place, index = (part[first:last][whole] for part in (stream.domain, stream.index))
+            images = pictures.to(device, non_blocking=True).float().div_(255)
+            held = Samples(
+                _finished(stream.dataset, images, stream.domains, place, index),
+                stream.labels[first:last][whole].to(device, non_blocking=True),
+                tuple(stream.domains[number] for number in place.tolist()),
+                index,
+                reset,
+                tuple(damaged),
             )
-        reset |= starts
-        damaged += broken.values()
-        whole = torch.tensor([row not in broken for row in range(last - first)])
-        if not whole.any():
-            continue
-        place, index = (part[first:last][whole] for part in (stream.domain, stream.index))
-        domains = tuple(stream.domains[i] for i in place.tolist())
-        labels = torch.empty_like(index)
-        images = pictures.to(device, non_blocking=True).float().div_(255)
-        for number in sorted(set(place.tolist())):
-            rows, domain = torch.nonzero(place == number)[:, 0], stream.domains[number]
-            labels[rows] = stream.dataset.of(domain).labels[index[rows]]
-            finished = stream.dataset.finish(images[rows.to(device)], domain, index[rows].tolist())
-            images[rows.to(device)] = finished
-        yield Samples(
-            images, labels.to(device, non_blocking=True), domains, index, reset, tuple(damaged)
-        )
-        reset, damaged = False, []
+            reset, damaged = False, []
+    if held is None:
+        raise DataError(f"every picture of the stream is damaged, the first being {damaged[0]}.")
+    yield replace(held, damaged=(*held.damaged, *damaged))
 
 
-def _decoded(
-    stream: Stream, device: torch.device, workers: int | None
-) -> Iterator[tuple[Span, Tensor, Broken]]:
-    """Span, bytes of the whole pictures, and what is wrong with the others."""
-    if all(isinstance(stream.dataset.of(domain), Arrays) for domain in stream.domains):
-        yield from (_from_memory(stream, span) for span in stream.spans)
-        return
-    count = min(8, os.cpu_count() or 1) if workers is None else workers
-    loader = DataLoader(
-        _Pictures(stream),
+def read(
+    sources: Sequence[Pictures],
+    batches: Iterable[list[Row]],
+    count: int,
+    device: torch.device,
+    workers: int | None,
+) -> Generator[tuple[Tensor, Broken], None, None]:
+    """Bytes of the whole pictures of `count` batches, and what is wrong with the others."""
+    if workers is None:
+        workers = min(8, _cores(), count)
+    if all(isinstance(source, Arrays) for source in sources):
+        workers = 0
+    yield from DataLoader(
+        _Pictures(sources),
+        sampler=batches,
         batch_size=None,
-        num_workers=count,
+        num_workers=workers,
         pin_memory=device.type == "cuda",
-        prefetch_factor=4 if count else None,
+        prefetch_factor=4 if workers else None,
         worker_init_fn=_quiet,
+        generator=torch.Generator(),  # a loader draws a seed; not from the caller's generator
     )
-    for span, (pictures, broken) in zip(stream.spans, loader, strict=True):
-        yield span, pictures, broken
-
-
-def _from_memory(stream: Stream, span: Span) -> tuple[Span, Tensor, Broken]:
-    first, last, _ = span
-    index = stream.index[first:last]
-    sources = [stream.dataset.of(stream.domains[i]) for i in stream.domain[first:last].tolist()]
-    if isinstance(sources[0], Arrays) and all(source is sources[0] for source in sources):
-        return span, sources[0].images[index], {}
-    rows = [source.read(i) for source, i in zip(sources, index.tolist(), strict=True)]
-    return span, torch.stack(rows), {}
 
 
 class _Pictures(TorchDataset[tuple[Tensor, Broken]]):
-    """Batches of a stream by number, for worker processes."""
+    """Pictures by source and number, a batch at a time."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.spans = stream, stream.spans
+    def __init__(self, sources: Sequence[Pictures]) -> None:
+        self.sources = sources
 
-    def __len__(self) -> int:
-        return len(self.spans)
-
-    def __getitem__(self, number: int) -> tuple[Tensor, Broken]:
-        first, last, _ = self.spans[number]
+    def __getitem__(self, rows: list[Row]) -> tuple[Tensor, Broken]:
         pictures: list[Tensor] = []
         broken: Broken = {}
-        for row, position in enumerate(range(first, last)):
-            domain = self.stream.domains[int(self.stream.domain[position])]
-            source, index = self.stream.dataset.of(domain), int(self.stream.index[position])
+        for row, (place, index) in enumerate(rows):
+            source = self.sources[place]
             try:
                 pictures.append(source.read(index))
-            except (OSError, ValueError, SyntaxError) as error:  # as Pillow does for bad files
+            except Exception as error:  # Pillow's decoders raise anything for bad files
                 broken[row] = f"{source.name(index)} ({type(error).__name__}: {error})"
         return torch.stack(pictures) if pictures else torch.empty(0), broken
 
 
+def _rows(stream: Stream, first: int, last: int) -> list[Row]:
+    places, indices = (part[first:last].tolist() for part in (stream.domain, stream.index))
+    return list(zip(places, indices, strict=True))
+
+
+def _finished(
+    dataset: Dataset, images: Tensor, domains: Sequence[Domain], place: Tensor, index: Tensor
+) -> Tensor:
+    """Each row corrupted as its domain says, where the disk has only clean pictures."""
+    if not dataset.made:
+        return images
+    met = sorted(set(place.tolist()))
+    if len(met) == 1:
+        return dataset.finish(images, domains[met[0]], index.tolist())
+    for number in met:
+        rows = torch.nonzero(place == number)[:, 0]
+        ids, on_device = index[rows].tolist(), rows.to(images.device)
+        images[on_device] = dataset.finish(images[on_device], domains[number], ids)
+    return images
+
+
+def _cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def _quiet(worker: int) -> None:
-    """Ctrl-C is for the process that serves, which ends its workers itself."""
+    """A worker leaves Ctrl-C to the process that serves, and harmless oddities of files unsaid."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.filterwarnings("ignore", module="PIL")

@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from fata.data.dataset import Dataset, Domain
 from fata.data.errors import DataError
 from fata.data.scenarios import SCENARIOS, Deck
 from fata.data.serve import Samples
+from fata.state import _digest
 from fata.state import save as save_tensors
 from fata.structure import listed, near
 
 FORMAT = "stream 1"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stream:
     """Made by `fata.stream`; depends on (seed, data, scenario) alone, not on who watches.
 
@@ -48,9 +50,18 @@ class Stream:
         """How many images come."""
         return len(self.index)
 
-    @property
+    @cached_property
+    def labels(self) -> Tensor:
+        """The class of each image."""
+        labels = torch.empty_like(self.index)
+        for number, domain in enumerate(self.domains):
+            rows = self.domain == number
+            labels[rows] = self.dataset.of(domain).labels[self.index[rows]]
+        return labels
+
+    @cached_property
     def spans(self) -> list[tuple[int, int, bool]]:
-        """First and last but one image of each batch, and whether the model starts anew."""
+        """Where each batch begins and ends, and whether the model starts anew before it."""
         ends = (*self.starts[1:], self.images)
         return [
             (first, min(first + self.batch_size, end), reset and first == start)
@@ -71,24 +82,41 @@ class Stream:
         workers: int | None = None,
         skip_damaged: bool = False,
     ) -> Iterator[Samples]:
-        """Batches, decoded by `workers` processes ahead of time (None: a few for files)."""
+        """Batches, decoded by `workers` processes ahead of time (None: a few for files).
+
+        A damaged picture is an error that names it; `skip_damaged` leaves it out and goes on, and
+        the batch's `damaged` says so.
+        """
+        if workers is not None and workers < 0:
+            raise DataError(f"workers={workers}: must be at least 0 (0: decode in this process).")
         return serve.batches(self, torch.device(device), workers, skip_damaged)
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """What a result should be kept with."""
+        return {
+            **self.dataset.provenance,
+            "images": self.dataset.fingerprint(self.domains),
+            "scenario": self.scenario,
+            "seed": str(self.seed),
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the order (not the images) to one file, for `fata.data.replay`."""
+        parts = {
+            "domain": self.domain,
+            "index": self.index,
+            "starts": torch.tensor(self.starts),
+            "resets": torch.tensor(self.resets),
+        }
         meta = {
             "format": FORMAT,
             "scenario": self.scenario,
             "seed": self.seed,
             "batch_size": self.batch_size,
             "domains": [list(domain) for domain in self.domains],
-            "digests": [self.dataset.of(domain).digest for domain in self.domains],
-        }
-        parts = {
-            "domain": self.domain,
-            "index": self.index,
-            "starts": torch.tensor(self.starts),
-            "resets": torch.tensor(self.resets),
+            "pictures": [self.dataset.of(domain).digest for domain in self.domains],
+            "order": _digest(parts),
         }
         save_tensors(path, {**parts, "meta": meta})
 
@@ -111,7 +139,7 @@ def stream(
         scenario: `normal` (shuffled, a new start at each domain), `bs1` (the same, one by one),
             `label-shift`, `mixed`, `continual`, `gradual`, `recurring` or `correlated`.
         domains: names of corruptions or folders, in order; None: the benchmark's 15, or all.
-        severity: of the corruptions.
+        severity: of the corruptions; for `gradual` the highest.
         batch_size: None: 64, and 1 for `bs1`.
         seed: of the order.
         images: so many of each domain; None: all.
@@ -144,10 +172,13 @@ def stream(
         raise DataError(
             f"{scenario} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
         )
-    deck = Deck(dataset, list(domains) if domains is not None else None, severity, seed, images)
+    if isinstance(domains, str):
+        domains = [domains]
+    deck = Deck(dataset, domains, severity, seed, images)
     segments = list(SCENARIOS[scenario](deck, **options))
     met = list(dict.fromkeys(domain for segment in segments for domain in segment.domains))
     place = {domain: number for number, domain in enumerate(met)}
+    numbers = [np.array([place[domain] for domain in segment.domains]) for segment in segments]
     lengths = [len(segment.index) for segment in segments]
     return Stream(
         dataset,
@@ -155,7 +186,9 @@ def stream(
         seed,
         batch_size,
         tuple(met),
-        torch.tensor([place[domain] for segment in segments for domain in segment.domains]),
+        torch.from_numpy(
+            np.concatenate([n[segment.place] for n, segment in zip(numbers, segments, strict=True)])
+        ),
         torch.from_numpy(np.concatenate([segment.index for segment in segments])),
         tuple(np.cumsum([0, *lengths[:-1]]).tolist()),
         tuple(segment.reset for segment in segments),
@@ -164,19 +197,12 @@ def stream(
 
 def replay(path: str | os.PathLike[str], dataset: Dataset) -> Stream:
     """A saved stream, over the same data."""
-    try:
-        with safe_open(Path(path), framework="pt") as file:
-            meta = json.loads((file.metadata() or {}).get("meta", "{}"))
-            parts = {name: file.get_tensor(name) for name in list(file.keys())}
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
-        raise DataError(f"cannot read the stream {str(path)!r}: {error}") from error
-    if meta.get("format") != FORMAT:
-        raise DataError(f"{str(path)!r} is no stream that this version of fata wrote.")
-    domains = tuple(Domain(name, severity) for name, severity in meta["domains"])
+    meta, parts = _read(path)
+    domains = tuple(Domain(*domain) for domain in meta["domains"])
     changed = [
         domain
-        for domain, digest in zip(domains, meta["digests"], strict=True)
-        if dataset.of(domain).digest != digest
+        for domain, pictures in zip(domains, meta["pictures"], strict=True)
+        if dataset.of(domain).digest != pictures
     ]
     if changed:
         raise DataError(
@@ -194,3 +220,18 @@ def replay(path: str | os.PathLike[str], dataset: Dataset) -> Stream:
         tuple(parts["starts"].tolist()),
         tuple(parts["resets"].tolist()),
     )
+
+
+def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What `save` wrote, once it is sure to be whole."""
+    try:
+        with safe_open(Path(path), framework="pt") as file:
+            meta = json.loads((file.metadata() or {}).get("meta", "{}"))
+            parts = {name: file.get_tensor(name) for name in list(file.keys())}
+    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        raise DataError(f"cannot read the stream {str(path)!r}: {error}") from error
+    if meta.get("format") != FORMAT:
+        raise DataError(f"{str(path)!r} is no stream that this version of fata wrote.")
+    if meta.get("order") != _digest(parts):
+        raise DataError(f"the stream {str(path)!r} is damaged: it is not what was saved.")
+    return meta, parts

@@ -19,4 +19,6 @@ PRESETS = _WEIGHTS / "presets.json"  # written by `python -m benchmarks.embedded
 def load(name: str) -> Loaded:
     """One of `NAMES`, with the settings that suit it."""
     loaded = checkpoint.load(_WEIGHTS / f"{name}.safetensors")
-    return dataclasses.replace(loaded, name=name, presets=json.loads(PRESETS.read_text())[name])
+    weights = dataclasses.replace(loaded.weights, tag=name, origin="in the package")
+    presets = json.loads(PRESETS.read_text())[name]
+    return dataclasses.replace(loaded, name=name, weights=weights, presets=presets)

@@ -118,7 +118,9 @@ class Torchvision:
         """The network, untrained."""
         from torchvision import models
 
-        model: nn.Module = models.get_model(self.arch, weights=None, num_classes=classes)
+        # With weights, these two undo ImageNet's normalisation inside: so must a file's network.
+        own = {"transform_input": True} if self.arch in ("inception_v3", "googlenet") else {}
+        model: nn.Module = models.get_model(self.arch, weights=None, num_classes=classes, **own)
         return model
 
     def pretrained(self) -> nn.Module:

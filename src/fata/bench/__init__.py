@@ -1,0 +1,1 @@
+"""The benchmark: a grid of cells, measured, stored and compared."""

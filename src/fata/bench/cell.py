@@ -1,0 +1,132 @@
+"""A cell of the grid: one model, one stream, one method with its fields, one seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+import fata
+from fata.adapter import Adapter, adapt
+from fata.data import Dataset, Stream, stream
+from fata.fisher import FisherData
+from fata.methods import describe, parse
+from fata.zoo import Loaded
+
+RESETTING = ("normal", "bs1", "label-shift", "correlated")  # each domain is a cell of its own
+FISHER_IMAGES = 2000  # as in EATA
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is to be measured, by names alone.
+
+    Args:
+        model: for `fata.zoo.load`.
+        data: for `fata.data.open`.
+        scenario: for `fata.stream`.
+        domains: the corruptions or folders met, in order.
+        severity: of the corruptions.
+        method: a spec, such as `eata+fata`.
+        fields: of the method, and `lr`; over the model's own settings.
+        seed: of the order and of the method's draws.
+        batch_size: None: the scenario's own.
+        images: of each domain; None: all.
+        options: of the scenario.
+    """
+
+    model: str
+    data: str
+    scenario: str
+    domains: tuple[str, ...]
+    severity: int
+    method: str
+    seed: int
+    batch_size: int | None = None
+    images: int | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} domains"
+        return f"{self.model} {self.scenario} {where}-{self.severity} {self.method} #{self.seed}"
+
+    def settings(self, loaded: Loaded) -> dict[str, Any]:
+        """Fields of the method and the rate: the model's own, and over them the cell's."""
+        return {**loaded.settings(self.method), **self.fields}
+
+    def stream(self, dataset: Dataset) -> Stream:
+        """What comes, in which order."""
+        return stream(
+            dataset,
+            self.scenario,
+            domains=self.domains,
+            severity=self.severity,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            images=self.images,
+            **self.options,
+        )
+
+    def adapter(self, loaded: Loaded, fisher: FisherData | None) -> Adapter:
+        """The model, ready to adapt."""
+        settings = self.settings(loaded)
+        if fisher is not None and self.wants_fisher(loaded):
+            settings["fisher_data"] = fisher
+        return adapt(loaded.model, self.method, seed=self.seed, **settings)
+
+    def wants_fisher(self, loaded: Loaded) -> bool:
+        """Whether the method has a penalty that needs clean images."""
+        fields = {k: v for k, v in self.settings(loaded).items() if k not in ("lr", "params")}
+        return parse(self.method, **fields)[0].wants_fisher
+
+    def protocol(self, loaded: Loaded, dataset: Dataset, fisher: str | None) -> dict[str, Any]:
+        """All that the result depends on; where and when it is made is not part of it."""
+        settings = self.settings(loaded)
+        fields = {k: v for k, v in settings.items() if k not in ("lr", "params")}
+        method, plus = parse(self.method, **fields)
+        order = self.stream(dataset)
+        return {
+            "model": self.model,
+            "weights": {"tag": loaded.weights.tag, "sha256": loaded.weights.sha256},
+            "preprocess": dataclasses.asdict(loaded.preprocess),
+            "classes": loaded.classes,
+            "data": {
+                **dataset.provenance,
+                "data": self.data.partition(":")[0],  # wherever it lies
+                "images": {str(d): dataset.of(d).digest for d in order.domains},
+            },
+            "scenario": {"name": self.scenario, **self.options},
+            "domains": [str(domain) for domain in order.domains],
+            "severity": self.severity,
+            "batch_size": order.batch_size,
+            "length": order.images,
+            "images": self.images,
+            "seed": self.seed,
+            "method": self.method,
+            "host": describe(method),
+            "plus": describe(plus) if plus else None,
+            "lr": settings.get("lr", "paper"),
+            "params": settings.get("params"),
+            "fisher": fisher if method.wants_fisher else None,
+            "fata": fata.__version__,
+        }
+
+
+def key(protocol: Mapping[str, Any]) -> str:
+    """The cell's name in the store: equal for equal protocols."""
+    return hashlib.sha256(json.dumps(protocol, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def circumstances(device: torch.device) -> dict[str, str]:
+    """Where a result was made."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    libraries = {name: version(name) for name in ("torch", "torchvision", "timm", "numpy")}
+    return {"python": platform.python_version(), **libraries, "device": f"{device.type}: {name}"}

@@ -1,0 +1,139 @@
+"""A grid: models x data x domains x severities x scenarios x methods x seeds."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from fata.bench.cell import RESETTING, Cell
+from fata.data import Dataset
+from fata.data.scenarios import SCENARIOS
+from fata.methods import parse
+from fata.structure import near
+
+
+class GridError(ValueError):
+    """A grid that cannot be run."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What to compare.
+
+    Args:
+        models: names for `fata.zoo.load`.
+        data: specs for `fata.data.open`.
+        methods: specs, each with fields where wanted: `eata+fata:sigma=0.5:lr=1e-3`.
+        scenarios: names for `fata.stream`, each with options: `label-shift:ratio=1000`.
+        domains: corruptions or folders; None: the benchmark's 15, or all folders.
+        severities: of the corruptions.
+        seeds: how many orders, from 0 on.
+        batch_size: None: each scenario's own.
+        images: of each domain; None: all.
+        jpeg: corruptions made on the fly go through JPEG.
+        fisher: data with clean images for EATA; None: those of `data`, where it has them.
+    """
+
+    models: tuple[str, ...]
+    data: tuple[str, ...] = ("embedded",)
+    methods: tuple[str, ...] = ("source", "norm", "tent", "tent+fata", "eata", "eata+fata")
+    scenarios: tuple[str, ...] = ("normal",)
+    domains: tuple[str, ...] | None = None
+    severities: tuple[int, ...] = (5,)
+    seeds: int = 1
+    batch_size: int | None = None
+    images: int | None = None
+    jpeg: bool = False
+    fisher: str | None = None
+
+    def cells(self, opened: Callable[[str], Dataset]) -> Iterator[Cell]:
+        """Every cell; those of one model and domain follow each other."""
+        if self.seeds < 1:
+            raise GridError(f"seeds={self.seeds}: must be at least 1.")
+        methods = [_method(method) for method in self.methods]
+        scenarios = [_scenario(scenario) for scenario in self.scenarios]
+        for model, data, (scenario, options), severity in product(
+            self.models, self.data, scenarios, self.severities
+        ):
+            names = tuple(d.name for d in opened(data).named(self.domains, severity))
+            alone = scenario in RESETTING
+            for domains in [(name,) for name in names] if alone else [names]:
+                for seed, (method, fields) in product(range(self.seeds), methods):
+                    yield Cell(
+                        model, data, scenario, domains, severity, method, seed,
+                        self.batch_size, self.images, fields, options,
+                    )  # fmt: skip
+
+
+def read(path: Path) -> Grid:
+    """A grid from a YAML or TOML file, whose keys are the fields of `Grid`."""
+    if not path.exists():
+        raise GridError(f"there is no file {str(path)!r}.")
+    try:
+        content = _parsed(path)
+    except Exception as error:  # of whichever parser
+        raise GridError(f"cannot read {str(path)!r}: {error}") from error
+    known = {field.name: field for field in dataclasses.fields(Grid)}
+    if not isinstance(content, Mapping):
+        raise GridError(f"{str(path)!r}: expected keys such as models and methods.")
+    if unknown := [name for name in content if name not in known]:
+        raise GridError(
+            f"{str(path)!r} has no use for {unknown[0]!r}: the keys are {', '.join(known)}."
+            f"{near(str(unknown[0]), known)}"
+        )
+    if "models" not in content:
+        raise GridError(f"{str(path)!r}: models is missing.")
+    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
+    return Grid(**fields)
+
+
+def _parsed(path: Path) -> Any:
+    if path.suffix == ".toml":
+        import tomllib
+
+        return tomllib.loads(path.read_text())
+    if path.suffix == ".json":
+        return json.loads(path.read_text())
+    import yaml
+
+    return yaml.safe_load(path.read_text())
+
+
+def _method(text: str) -> tuple[str, dict[str, Any]]:
+    """A spec and its fields, of which the rate is one; refuses what no method has."""
+    spec, fields = _with_fields(text)
+    try:
+        parse(spec, **{k: v for k, v in fields.items() if k not in ("lr", "params")})
+    except (TypeError, ValueError) as error:
+        raise GridError(f"method {text!r}: {error}") from error
+    return spec, fields
+
+
+def _scenario(text: str) -> tuple[str, dict[str, Any]]:
+    name, options = _with_fields(text)
+    if name not in SCENARIOS:
+        raise GridError(
+            f"unknown scenario {name!r}: choose from {', '.join(SCENARIOS)}.{near(name, SCENARIOS)}"
+        )
+    return name, options
+
+
+def _with_fields(text: str) -> tuple[str, dict[str, Any]]:
+    """`name:field=value:field=value` taken apart."""
+    name, *parts = text.split(":")
+    fields: dict[str, Any] = {}
+    for part in parts:
+        field, equals, value = part.partition("=")
+        if not equals:
+            raise GridError(f"{text!r}: expected {name}:field=value, got {part!r}.")
+        try:
+            fields[field] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            fields[field] = value
+    return name, fields

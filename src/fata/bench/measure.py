@@ -1,0 +1,128 @@
+"""One cell, measured: an adapter watches its stream, and every row is remembered."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fata.adapter import Adapter
+from fata.bench.summary import Rows, summary
+from fata.data import Stream
+from fata.losses import entropy
+from fata.zoo import Loaded
+
+Tick = Callable[[int, float], None]  # images seen, share of them that is right
+
+
+def measure(
+    adapter: Adapter,
+    loaded: Loaded,
+    stream: Stream,
+    device: torch.device,
+    tick: Tick,
+    *,
+    workers: int | None = None,
+    skip_damaged: bool = False,
+) -> dict[str, Any]:
+    """Run a stream through an adapter; what the results store keeps of it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    parts: list[list[Tensor]] = []
+    damaged: list[str] = []
+    clock = Clock(device)
+    right = torch.zeros((), dtype=torch.int64, device=device)
+    seen, told = 0, time.perf_counter()
+    for batch in stream.serve(device, workers=workers, skip_damaged=skip_damaged):
+        images = loaded.preprocess.normalise(batch.images)
+        clock.start()
+        logits = adapter(images)
+        clock.stop()
+        parts.append(_columns(logits, batch.labels, adapter.selected))
+        right += parts[-1][0].eq(parts[-1][1]).sum()
+        damaged += batch.damaged
+        seen += len(images)
+        if time.perf_counter() - told > 0.5:  # a figure waits for the device
+            told = time.perf_counter()
+            tick(seen, right.item() / seen)
+    if not seen:
+        raise ValueError(f"the stream has no whole picture: {damaged[0]}")
+    place = torch.cat([stream.domain[first:last] for first, last, _ in stream.spans])
+    rows = Rows(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+    counts = adapter.counts
+    times = clock.read()
+    return {
+        **summary(rows, loaded.classes, tuple(counts["selected"]), stream.batch_size),
+        "domains": _by_domain(rows, place, stream) if not damaged else None,
+        "damaged": len(damaged),
+        "counts": counts,
+        "seconds": sum(times),
+        "latency": {name: _quantile(times, share) for name, share in (("p50", 0.5), ("p95", 0.95))},
+        "images_per_second": seen / sum(times),
+        "peak_memory": _peak(device),
+    }
+
+
+class Clock:
+    """Times of many pieces of work, which are not waited for one by one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """A piece of work begins."""
+        self._mark()
+
+    def stop(self) -> None:
+        """It is over (on a GPU: when the device gets there)."""
+        self._mark()
+
+    def read(self) -> list[float]:
+        """Seconds of each."""
+        begun, over = self._marks[::2], self._marks[1::2]
+        if self.cuda:
+            torch.cuda.synchronize()
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(begun, over, strict=True)]
+        return [b - a for a, b in zip(begun, over, strict=True)]
+
+    def _mark(self) -> None:
+        if self.cuda:
+            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+
+def _columns(logits: Tensor, labels: Tensor, selected: dict[str, Tensor]) -> list[Tensor]:
+    """What is kept of each row, in the order of `Rows`."""
+    sure, prediction = logits.softmax(1).max(1)
+    none = torch.zeros_like(prediction, dtype=torch.bool)
+    host, plus, *_ = (*selected.values(), none, none)
+    return [labels, prediction, sure, entropy(logits), host, plus]
+
+
+def _by_domain(rows: Rows, place: Tensor, stream: Stream) -> dict[str, float]:
+    right = rows.label == rows.prediction
+    return {
+        str(domain): 100 * right[place == number].float().mean().item()
+        for number, domain in enumerate(stream.domains)
+    }
+
+
+def _quantile(times: list[float], share: float) -> float:
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes: of the GPU's tensors in this cell; on the CPU of the whole process, ever."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

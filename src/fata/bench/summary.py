@@ -1,0 +1,124 @@
+"""What is kept of a stream: figures, curves and histograms of its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+POINTS = 100  # of a curve
+BINS = 50  # of the histogram of entropies
+WINDOW = 640  # rows in which a collapse is looked for
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One entry a row of the stream, in order."""
+
+    label: Tensor
+    prediction: Tensor
+    confidence: Tensor
+    entropy: Tensor
+    host: Tensor  # selected by the host
+    plus: Tensor  # selected by FATA
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    @property
+    def right(self) -> Tensor:
+        """Where the prediction is the label."""
+        return self.label == self.prediction
+
+
+def summary(rows: Rows, classes: int, terms: Sequence[str], batch_size: int) -> dict[str, Any]:
+    """Figures over the whole stream; `terms` are the names of those that select."""
+    selected = dict(zip(terms, (rows.host, rows.plus), strict=False))
+    accuracy = 100 * rows.right.double().mean().item()
+    return {
+        "rows": len(rows),
+        "accuracy": accuracy,
+        "error": 100 - accuracy,
+        "calibration_error": calibration_error(rows),
+        "classes": by_class(rows, classes, selected),
+        "curve": curve(rows, selected, batch_size),
+        "entropies": entropies(rows, classes),
+        "pseudo_labels": {name: _percent(rows.right[on]) for name, on in selected.items()},
+        "collapsed_at": collapsed_at(rows, batch_size),
+    }
+
+
+def calibration_error(rows: Rows, bins: int = 15) -> float:
+    """Expected calibration error in points: how far confidence and accuracy are apart."""
+    place = (rows.confidence * bins).long().clamp(max=bins - 1)
+    gap = torch.zeros(bins, dtype=torch.float64)
+    gap.index_add_(0, place, rows.confidence.double() - rows.right.double())
+    return 100 * gap.abs().sum().item() / len(rows)
+
+
+def by_class(rows: Rows, classes: int, selected: dict[str, Tensor]) -> dict[str, Any]:
+    """By class: images, right ones; by predicted class: what each term selected of it."""
+    return {
+        "images": _counts(rows.label, classes),
+        "right": _counts(rows.label[rows.right], classes),
+        "selected": {n: _counts(rows.prediction[on], classes) for n, on in selected.items()},
+    }
+
+
+def curve(rows: Rows, selected: dict[str, Tensor], batch_size: int) -> dict[str, Any]:
+    """At most a hundred points, each the mean over the batches since the one before."""
+    batches = math.ceil(len(rows) / batch_size)
+    step = math.ceil(batches / POINTS) * batch_size
+    parts = [slice(first, first + step) for first in range(0, len(rows), step)]
+    ends = [min(part.stop, len(rows)) for part in parts]
+    return {
+        "batch": [math.ceil(end / batch_size) for end in ends],
+        "accuracy": [_percent(rows.right[part]) for part in parts],
+        "online": [_percent(rows.right[:end]) for end in ends],
+        "entropy": [rows.entropy[part].mean().item() for part in parts],
+        "selected": {n: [_percent(on[part]) for part in parts] for n, on in selected.items()},
+        "pseudo_labels": {
+            n: [_percent(rows.right[part][on[part]]) for part in parts]
+            for n, on in selected.items()
+        },
+    }
+
+
+def entropies(rows: Rows, classes: int) -> dict[str, list[int]]:
+    """Histogram of H / ln C over [0, 1], of right and of wrong rows."""
+    place = (rows.entropy / math.log(classes) * BINS).long().clamp(0, BINS - 1)
+    return {"right": _counts(place[rows.right], BINS), "wrong": _counts(place[~rows.right], BINS)}
+
+
+def collapsed_at(rows: Rows, batch_size: int) -> int | None:
+    """The batch from which on one class takes over, to the end; None: it never does.
+
+    It takes over where its share among the predictions of a window exceeds that of the most
+    frequent label by a half.
+    """
+    window = min(WINDOW, len(rows))
+    starts = range(0, len(rows) - window + 1, max(1, window // 4))
+    taken = [
+        _top(rows.prediction[s : s + window]) > _top(rows.label[s : s + window]) + 0.5
+        for s in starts
+    ]
+    if not taken[-1]:
+        return None
+    first = len(taken) - next((i for i, t in enumerate(reversed(taken)) if not t), len(taken))
+    return starts[first] // batch_size
+
+
+def _top(values: Tensor) -> float:
+    return values.bincount().max().item() / len(values)
+
+
+def _counts(values: Tensor, length: int) -> list[int]:
+    return values.bincount(minlength=length).tolist()
+
+
+def _percent(flags: Tensor) -> float | None:
+    return 100 * flags.float().mean().item() if len(flags) else None

@@ -1,0 +1,108 @@
+"""What the cells of one process share: the model, the data, EATA's Fisher information."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fata import zoo
+from fata.bench.cell import FISHER_IMAGES, Cell
+from fata.bench.measure import Tick, measure
+from fata.data import CLEAN, DataError, Dataset, Domain, open, stream
+from fata.zoo import Loaded
+
+
+@dataclass
+class Workshop:
+    """Loads each thing once, and runs cells one after another.
+
+    Args:
+        device: where the models are.
+        jpeg: corruptions made on the fly go through JPEG.
+        fisher: data with clean images for EATA; None: the cell's own, where they are there.
+        workers: processes that decode pictures; None: a few.
+        skip_damaged: leave damaged pictures out, and count them.
+    """
+
+    device: str = "cpu"
+    jpeg: bool = False
+    fisher: str | None = None
+    workers: int | None = None
+    skip_damaged: bool = False
+    _models: dict[str, Loaded] = field(default_factory=dict, repr=False)
+    _data: dict[tuple[str, str], Dataset] = field(default_factory=dict, repr=False)
+    _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
+
+    def model(self, name: str) -> Loaded:
+        """A model, on the device; one at a time."""
+        if name not in self._models:
+            self._models.clear()
+            loaded = zoo.load(name)
+            loaded.model.to(self.device)
+            self._models[name] = loaded
+        return self._models[name]
+
+    def data(self, spec: str, model: str) -> Dataset:
+        """A data set, with the pictures that a model takes."""
+        if (spec, model) not in self._data:
+            jpeg = self.jpeg and open(spec).made
+            self._data[spec, model] = open(spec, fit=self.model(model), jpeg=jpeg)
+        return self._data[spec, model]
+
+    def protocol(self, cell: Cell) -> dict[str, Any]:
+        """All that the cell's result depends on."""
+        clean = self._clean(cell)
+        fisher = None
+        if clean is not None:
+            fisher = f"{FISHER_IMAGES} of {clean.of(Domain(CLEAN)).digest}, batches of 64"
+        return cell.protocol(self.model(cell.model), self.data(cell.data, cell.model), fisher)
+
+    def run(self, cell: Cell, tick: Tick) -> dict[str, Any]:
+        """Measure a cell; the model is its source again afterwards."""
+        loaded, dataset = self.model(cell.model), self.data(cell.data, cell.model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # EATA without Fisher is in the protocol
+            adapter = cell.adapter(loaded, self._information(cell))
+        try:
+            return measure(
+                adapter,
+                loaded,
+                cell.stream(dataset),
+                torch.device(self.device),
+                tick,
+                workers=self.workers,
+                skip_damaged=self.skip_damaged,
+            )
+        finally:
+            adapter.reset()
+            adapter.unwrap()
+
+    def _clean(self, cell: Cell) -> Dataset | None:
+        """Where clean images for EATA's penalty are, if anywhere."""
+        if not cell.wants_fisher(self.model(cell.model)):
+            return None
+        dataset = self.data(self.fisher or cell.data, cell.model)
+        if Domain(CLEAN) in dataset.domains:
+            return dataset
+        if self.fisher is not None:
+            raise DataError(f"{self.fisher} has no clean images for EATA's Fisher information.")
+        return None
+
+    def _information(self, cell: Cell) -> dict[str, Tensor] | None:
+        """EATA's Fisher information of a model, computed once."""
+        clean = self._clean(cell)
+        if clean is None:
+            return None
+        at = (cell.model, clean.spec)
+        if at not in self._fishers:
+            loaded = self.model(cell.model)
+            some = stream(clean, domains=[CLEAN], images=FISHER_IMAGES)
+            batches = (loaded.preprocess.normalise(b.images) for b in some.serve(self.device))
+            adapter = cell.adapter(loaded, batches)
+            self._fishers[at] = adapter.fisher or {}
+            adapter.unwrap()
+        return self._fishers[at]

@@ -1,0 +1,222 @@
+"""`fata bench`: run a grid, resume it, see where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from fata.bench.cell import Cell, key
+from fata.bench.grid import Grid, GridError, read
+from fata.bench.run import Task, missing, run
+from fata.bench.store import Store, StoreError
+from fata.bench.workshop import Workshop
+from fata.data import DataError
+from fata.data import open as open_data
+from fata.zoo import ZooError
+
+console = Console()
+
+
+def bench(
+    model: Annotated[
+        str | None, typer.Option(help="Models, by comma: mini_resnet_gn, resnet50_gn, timm:...")
+    ] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Data sets, by comma: embedded, imagenet-c:DIR, ...")
+    ] = None,
+    methods: Annotated[
+        str | None, typer.Option(help="By comma, with fields: eata,eata+fata:sigma=0.5:lr=1e-3")
+    ] = None,
+    scenario: Annotated[
+        str | None, typer.Option(help="By comma: normal, bs1, label-shift:ratio=1000, mixed, ...")
+    ] = None,
+    domains: Annotated[
+        str | None, typer.Option(help="Corruptions or folders, by comma; all, if not given.")
+    ] = None,
+    severity: Annotated[str | None, typer.Option(help="Severities, by comma; 5.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="How many orders; 1.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="64; 1 for bs1.")] = None,
+    images: Annotated[int | None, typer.Option(min=1, help="Of each domain; all.")] = None,
+    jpeg: Annotated[
+        bool | None, typer.Option("--jpeg", help="Made corruptions go through JPEG.")
+    ] = None,
+    fisher: Annotated[
+        str | None, typer.Option(help="Data with clean images for EATA; the data itself.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="A grid in YAML or TOML; flags go over it.")
+    ] = None,
+    store: Annotated[Path, typer.Option("--store", "-o", help="The file of results.")] = Path(
+        "results.db"
+    ),
+    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 1,
+    device: Annotated[str | None, typer.Option(help="cuda where there is one, else cpu.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode.")] = None,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave damaged pictures out, and count them.")
+    ] = False,
+    again: Annotated[
+        bool, typer.Option("--again", help="Run the cells that are in the store too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells; run none.")] = False,
+) -> None:
+    """Compare methods: a grid of models, data, scenarios, methods and seeds.
+
+    Each cell is kept in the store as soon as it is done. The same command again runs what is
+    missing: after Ctrl-C, a crash, or with more methods or seeds.
+    """
+    flags = {
+        "models": _split(model),
+        "data": _split(data),
+        "methods": _split(methods),
+        "scenarios": _split(scenario),
+        "domains": _split(domains),
+        "severities": tuple(map(_severity, _split(severity) or ())) or None,
+        "seeds": seeds,
+        "batch_size": batch_size,
+        "images": images,
+        "jpeg": jpeg,
+        "fisher": fisher,
+    }
+    given = {name: value for name, value in flags.items() if value is not None}
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        grid = _grid(config, given)
+        workshop = Workshop(device, grid.jpeg, grid.fisher, workers, skip_damaged)
+        cells = list(grid.cells(open_data))
+        results = Store(store)
+        tasks = missing(cells, results, workshop, again)
+    except (GridError, DataError, ZooError, StoreError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(f"{len(cells)} cells, {len(cells) - len(tasks)} of them in {store}")
+    if dry_run:
+        for task in tasks:
+            console.print(f"  {task.cell}", highlight=False)
+        return
+    watcher = Show(len(tasks))
+    try:
+        with watcher:
+            run(tasks, results, workshop, watcher, jobs)
+    except KeyboardInterrupt:
+        console.print(
+            f"stopped: {watcher.finished} of {len(tasks)} cells done and kept in {store}; the same "
+            f"command goes on from there"
+        )
+        raise typer.Exit(130) from None
+    _summary(results, {key(workshop.protocol(cell)) for cell in cells})
+    if watcher.failures:
+        for cell, why in watcher.failures:
+            console.print(f"[red]failed[/] {cell}: {why}", highlight=False)
+        raise typer.Exit(1)
+
+
+class Show:
+    """Progress on a terminal; a line a finished cell elsewhere."""
+
+    def __init__(self, total: int) -> None:
+        self.finished, self.total = 0, total
+        self.failures: list[tuple[Cell, str]] = []
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self._cells = self._progress.add_task("cells", total=total, note="")
+        self._running: dict[str, TaskID] = {}
+
+    def __enter__(self) -> Show:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def tick(self, task: Task, seen: int, accuracy: float) -> None:
+        """Move the bar of a running cell."""
+        if task.key not in self._running:
+            length = task.protocol["length"]
+            bar = self._progress.add_task(f"  {task.cell}", total=length, note="")
+            self._running[task.key] = bar
+        self._progress.update(self._running[task.key], completed=seen, note=f"{accuracy:.1%}")
+
+    def done(self, task: Task, result: dict[str, Any]) -> None:
+        """Take a cell's bar away."""
+        self.finished += 1
+        self._over(task)
+        if not console.is_terminal:
+            fallen = "" if result["collapsed_at"] is None else ", collapsed"
+            console.print(
+                f"{self.finished}/{self.total} {task.cell}: {result['accuracy']:.2f} %{fallen}",
+                highlight=False,
+            )
+
+    def failed(self, task: Task, why: str) -> None:
+        """Remember why; it is told at the end."""
+        self.failures.append((task.cell, why))
+        self._over(task)
+
+    def _over(self, task: Task) -> None:
+        if task.key in self._running:
+            self._progress.remove_task(self._running.pop(task.key))
+        self._progress.advance(self._cells)
+
+
+def _grid(config: Path | None, flags: dict[str, Any]) -> Grid:
+    if config is not None:
+        return dataclasses.replace(read(config), **flags)
+    if "models" not in flags:
+        raise GridError("give --model, such as --model mini_resnet_gn, or --config.")
+    return Grid(**flags)
+
+
+def _split(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _severity(text: str) -> int:
+    if text not in ("1", "2", "3", "4", "5"):
+        raise typer.BadParameter(f"severity {text!r}: choose from 1, 2, 3, 4, 5.")
+    return int(text)
+
+
+def _summary(store: Store, keys: set[str]) -> None:
+    """Mean accuracy by method, over the grid's domains and seeds."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for record in store:
+        if record.key in keys:
+            at = (record.protocol["model"], record.protocol["scenario"]["name"])
+            rows = found.setdefault(at, {})
+            rows.setdefault(record.protocol["method"], []).append(record.result["accuracy"])
+    for (model, scenario), rows in found.items():
+        table = Table(title=f"{model}, {scenario}: accuracy in %")
+        for name, justify in (("method", "left"), ("mean", "right"), ("cells", "right")):
+            table.add_column(name, justify=justify)  # type: ignore[arg-type]
+        best = max(statistics.mean(values) for values in rows.values())
+        for method, values in rows.items():
+            mean = statistics.mean(values)
+            style = "bold green" if mean == best else ""
+            table.add_row(method, f"{mean:.2f}", str(len(values)), style=style)
+        console.print(table)

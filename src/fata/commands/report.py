@@ -1,0 +1,52 @@
+"""`fata report`: the tables and plots of one or more stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from fata.bench.formats import COMMA_HEAD, FORMATS
+from fata.bench.store import Record, Store, StoreError
+from fata.bench.tables import comparisons
+
+console = Console()
+
+
+def report(
+    stores: Annotated[list[Path], typer.Argument(help="Files of results, such as results.db.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="report.html; else the terminal.")
+    ] = None,
+    kind: Annotated[str, typer.Option("--format", help="html, md, csv or latex.")] = "html",
+) -> None:
+    """Tables like the paper's, curves and histograms: one page that needs no network."""
+    if kind not in ("html", *FORMATS):
+        raise typer.BadParameter(f"format {kind!r}: choose from html, {', '.join(FORMATS)}.")
+    records: dict[str, Record] = {}
+    for path in stores:
+        if not path.is_file():
+            raise typer.BadParameter(f"there is no file {str(path)!r}.")
+        try:
+            records |= {record.key: record for record in Store(path)}
+        except StoreError as error:
+            raise typer.BadParameter(str(error)) from error
+    if not records:
+        raise typer.BadParameter(f"{stores[0]} has no results yet: fata bench makes some.")
+    tables = comparisons(records.values())
+    if kind == "html":
+        from fata.bench.page import page
+
+        content, output = page(tables), output or Path("report.html")
+    else:
+        content = (COMMA_HEAD if kind == "csv" else "") + "\n".join(map(FORMATS[kind], tables))
+    if output is None:
+        print(content, end="")
+        return
+    try:
+        output.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {str(output)!r}: {error}") from error
+    console.print(f"{output}: {len(tables)} tables of {len(records)} cells")

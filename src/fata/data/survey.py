@@ -1,0 +1,51 @@
+"""What is in a data set, and whether every picture of it can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from fata.data import serve
+from fata.data.dataset import Dataset, Domain
+
+_BATCH = 64
+
+
+class Found(NamedTuple):
+    """Domains of one name."""
+
+    name: str
+    severities: tuple[int, ...]
+    images: int  # of all severities together
+
+
+def on_disk(dataset: Dataset) -> tuple[Domain, ...]:
+    """Domains whose pictures are there, not made."""
+    return dataset.domains[:1] if dataset.made else dataset.domains
+
+
+def found(dataset: Dataset) -> list[Found]:
+    """How many images there are, by the name of the domain."""
+    table: dict[str, Found] = {}
+    for name, severity in on_disk(dataset):
+        images = len(dataset.of(Domain(name, severity)).labels)
+        before = table.get(name, Found(name, (), 0))
+        grades = () if severity is None else (severity,)
+        table[name] = Found(name, before.severities + grades, before.images + images)
+    return list(table.values())
+
+
+def read_all(dataset: Dataset, workers: int | None = None) -> Iterator[tuple[int, list[str]]]:
+    """Reads every picture: how many at a time, and what is wrong with some of them."""
+    sources = [dataset.of(domain) for domain in on_disk(dataset)]
+    spans = [
+        (place, range(first, min(first + _BATCH, len(source.labels))))
+        for place, source in enumerate(sources)
+        for first in range(0, len(source.labels), _BATCH)
+    ]
+    rows = ([(place, index) for index in span] for place, span in spans)
+    decoded = serve.read(sources, rows, len(spans), torch.device("cpu"), workers)
+    for (_, span), (_, broken) in zip(spans, decoded, strict=True):
+        yield len(span), list(broken.values())

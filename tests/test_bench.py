@@ -1,0 +1,389 @@
+"""The grid, its cells, their store, and runs that are stopped and go on."""
+
+import dataclasses
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fata
+from fata.bench import summary
+from fata.bench.cell import Cell, key
+from fata.bench.grid import Grid, GridError, read
+from fata.bench.run import missing, run
+from fata.bench.store import Store, StoreError
+from fata.bench.workshop import Workshop
+from fata.cli import app
+
+FACTS = {"model": "m", "scenario": {"name": "normal"}, "method": "tent"}
+SMALL = {"domains": ("contrast", "fog"), "images": 24, "batch_size": 8}
+
+
+def put(store, name, accuracy=50.0):
+    store.put(name, FACTS, {"python": "3"}, {"accuracy": accuracy})
+
+
+class Notes:
+    def __init__(self, stop_after=None):
+        self.ended, self.failures, self.stop_after = [], [], stop_after
+
+    def tick(self, task, seen, accuracy):
+        pass
+
+    def done(self, task, result):
+        self.ended.append(task.cell)
+        if len(self.ended) == self.stop_after:
+            raise KeyboardInterrupt
+
+    def failed(self, task, why):
+        self.failures.append((task.cell, why))
+
+
+@pytest.fixture(scope="module")
+def workshop():
+    return Workshop()
+
+
+def cells_of(**fields):
+    grid = Grid(**{"models": ("mini_resnet_bn",), "methods": ("norm", "tent"), **SMALL, **fields})
+    return list(grid.cells(fata.data.open))
+
+
+def lasting(store):
+    """What two runs of the same cells must agree on."""
+    timed = ("seconds", "latency", "images_per_second", "peak_memory")
+    return {
+        record.key: {k: v for k, v in record.result.items() if k not in timed} for record in store
+    }
+
+
+# -- the store ----------------------------------------------------------------------------------
+
+
+def test_a_stored_cell_is_found_again(tmp_path):
+    store = Store(tmp_path / "r.db")
+    put(store, "a", 12.5)
+    again = Store(tmp_path / "r.db")
+    assert "a" in again
+    assert "b" not in again
+    (record,) = again
+    assert (record.key, record.protocol, record.result["accuracy"]) == ("a", FACTS, 12.5)
+
+
+def test_a_cell_that_is_run_again_replaces_the_old_one(tmp_path):
+    store = Store(tmp_path / "r.db")
+    put(store, "a", 1.0)
+    put(store, "a", 2.0)
+    assert [record.result["accuracy"] for record in store] == [2.0]
+
+
+def test_several_may_write_at_once(tmp_path):
+    def write(number):
+        store = Store(tmp_path / "r.db")
+        for turn in range(20):
+            put(store, f"{number}-{turn}")
+        store.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(write, range(4)))
+    assert len(Store(tmp_path / "r.db")) == 80
+
+
+def test_a_store_of_another_version_is_left_alone(tmp_path):
+    path = tmp_path / "r.db"
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE cells (x)")
+        other.execute("PRAGMA user_version = 99")
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="another version"):
+        Store(path)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"no database at all, but long enough to be one" * 40])
+def test_what_is_no_store_is_named(tmp_path, content):
+    path = tmp_path / "r.db"
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"r\.db"):
+        Store(path)
+    assert path.read_bytes() == content
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(StoreError, match="nowhere"):
+        Store(tmp_path / "nowhere" / "r.db")
+
+
+# -- the grid -----------------------------------------------------------------------------------
+
+
+def test_domains_are_cells_where_the_model_starts_anew_at_each():
+    cells = cells_of(scenarios=("normal", "continual"), seeds=2)
+    assert [cell.domains for cell in cells if cell.scenario == "normal"].count(("fog",)) == 4
+    assert {cell.domains for cell in cells if cell.scenario == "continual"} == {("contrast", "fog")}
+
+
+def test_fields_and_options_are_read_off_the_names():
+    (cell,) = cells_of(
+        methods=("eata+fata:sigma=0.5:lr=1e-3",),
+        scenarios=("label-shift:ratio=1000",),
+        domains=("fog",),
+    )
+    assert cell.fields == {"sigma": 0.5, "lr": 1e-3}
+    assert cell.options == {"ratio": 1000}
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"methods": ("tnt",)}, "Did you mean 'tent'"),
+        ({"methods": ("tent:sigma=1",)}, "no field 'sigma'"),
+        ({"methods": ("tent:lr",)}, "expected tent:field=value"),
+        ({"scenarios": ("normla",)}, "Did you mean 'normal'"),
+        ({"seeds": 0}, "at least 1"),
+        ({"domains": ("fgo",)}, "Did you mean 'fog'"),
+    ],
+)
+def test_a_wrong_grid_says_what_is_wrong(fields, why):
+    with pytest.raises(ValueError, match=why):
+        cells_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("grid.yaml", "models: [mini_vit]\nmethods: [tent, 'eata:lr=0.1']\nseverities: [1, 5]\n"),
+        (
+            "grid.toml",
+            'models = ["mini_vit"]\nmethods = ["tent", "eata:lr=0.1"]\nseverities = [1, 5]',
+        ),
+    ],
+)
+def test_a_grid_comes_from_a_file(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    expected = Grid(("mini_vit",), methods=("tent", "eata:lr=0.1"), severities=(1, 5))
+    assert read(tmp_path / name) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("models: [a]\nmethdos: [b]", "Did you mean 'methods'"),
+        ("methods: [b]", "models is missing"),
+        ("models: [", "cannot read"),
+        ("- a\n- b", "expected keys"),
+    ],
+)
+def test_a_wrong_file_says_what_is_wrong(tmp_path, text, why):
+    (tmp_path / "grid.yaml").write_text(text)
+    with pytest.raises(GridError, match=why):
+        read(tmp_path / "grid.yaml")
+
+
+# -- cells --------------------------------------------------------------------------------------
+
+
+def test_a_cells_key_is_its_protocols(workshop):
+    cell = Cell("mini_resnet_bn", "embedded", "normal", ("fog",), 5, "tent", 0, images=24)
+    others = [
+        dataclasses.replace(cell, **change)
+        for change in (
+            {"seed": 1},
+            {"severity": 4},
+            {"domains": ("snow",)},
+            {"images": 25},
+            {"batch_size": 32},
+            {"scenario": "bs1"},
+            {"fields": {"lr": 0.1}},
+            {"method": "tent+fata"},
+        )
+    ]
+    keys = [key(workshop.protocol(one)) for one in (cell, *others)]
+    assert len(set(keys)) == len(keys)
+    assert key(Workshop().protocol(cell)) == keys[0]
+
+
+def test_a_protocol_names_the_settings_that_the_model_brings(workshop):
+    cell = Cell("mini_resnet_bn", "embedded", "normal", ("fog",), 5, "tent+fata", 0)
+    protocol = workshop.protocol(cell)
+    assert protocol["lr"] == fata.zoo.load("mini_resnet_bn").settings("tent+fata")["lr"]
+    assert protocol["plus"]["sigma"] == 1.0
+    json.dumps(protocol)
+
+
+def test_a_cells_accuracy_is_that_of_the_plain_loop(workshop):
+    cell = Cell("mini_resnet_bn", "embedded", "normal", ("contrast",), 5, "tent+fata", 3, 16, 48)
+    result = workshop.run(cell, lambda seen, accuracy: None)
+    loaded = fata.zoo.load("mini_resnet_bn")
+    stream = fata.stream(
+        fata.data.open("embedded"), domains=["contrast"], batch_size=16, images=48, seed=3
+    )
+    adapter = fata.adapt(loaded.model, "tent+fata", seed=3, **loaded.settings("tent+fata"))
+    right = [(adapter(loaded.preprocess.normalise(b.images)).argmax(1) == b.labels) for b in stream]
+    assert result["accuracy"] == pytest.approx(100 * torch.cat(right).float().mean().item())
+    assert result["counts"] == adapter.counts
+    assert result["rows"] == 48
+
+
+# -- summaries ----------------------------------------------------------------------------------
+
+
+def rows_of(label, prediction, **columns):
+    label, prediction = torch.as_tensor(label), torch.as_tensor(prediction)
+    plain = {
+        "confidence": torch.ones(len(label)),
+        "entropy": torch.zeros(len(label)),
+        "host": torch.ones(len(label), dtype=torch.bool),
+        "plus": torch.zeros(len(label), dtype=torch.bool),
+    }
+    return summary.Rows(label, prediction, **{**plain, **columns})
+
+
+def test_a_collapse_is_found_where_it_begins():
+    label = torch.arange(6400) % 10
+    prediction = label.clone()
+    prediction[3200:] = 7
+    at = summary.collapsed_at(rows_of(label, prediction), batch_size=64)
+    assert 40 <= at <= 55
+
+
+def test_a_stream_of_one_class_is_no_collapse():
+    label = torch.full((6400,), 3)
+    assert summary.collapsed_at(rows_of(label, label), batch_size=64) is None
+
+
+def test_a_model_that_comes_back_has_not_collapsed():
+    label = torch.arange(6400) % 10
+    prediction = label.clone()
+    prediction[1000:3000] = 7
+    assert summary.collapsed_at(rows_of(label, prediction), batch_size=64) is None
+
+
+def test_calibration_is_the_gap_between_sure_and_right():
+    label = torch.zeros(1000, dtype=torch.long)
+    prediction = (torch.arange(1000) % 4 == 0).long()  # three in four are right
+    rows = rows_of(label, prediction, confidence=torch.full((1000,), 0.95))
+    assert summary.calibration_error(rows) == pytest.approx(20, abs=1e-4)
+
+
+def test_a_curve_covers_the_stream_in_a_hundred_points():
+    label = torch.zeros(64 * 250 + 5, dtype=torch.long)
+    curve = summary.curve(rows_of(label, label), {"tent": torch.ones(len(label)).bool()}, 64)
+    assert len(curve["batch"]) <= 100
+    assert curve["batch"][-1] == 251
+    assert curve["online"][-1] == 100
+
+
+# -- runs ---------------------------------------------------------------------------------------
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, workshop):
+    cells = cells_of()
+    whole, halves = Store(tmp_path / "whole.db"), Store(tmp_path / "halves.db")
+    run(missing(cells, whole, workshop, False), whole, workshop, Notes())
+    with pytest.raises(KeyboardInterrupt):
+        run(missing(cells, halves, workshop, False), halves, workshop, Notes(stop_after=2))
+    assert len(halves) == 2
+    rest = Notes()
+    run(missing(cells, halves, workshop, False), halves, workshop, rest)
+    assert len(rest.ended) == len(cells) - 2
+    assert lasting(halves) == lasting(whole)
+    assert missing(cells, whole, workshop, False) == []
+    assert len(missing(cells, whole, workshop, True)) == len(cells)
+
+
+def test_processes_give_what_one_gives(tmp_path, workshop):
+    cells = cells_of()
+    one, two = Store(tmp_path / "one.db"), Store(tmp_path / "two.db")
+    run(missing(cells, one, workshop, False), one, workshop, Notes())
+    notes = Notes()
+    run(missing(cells, two, workshop, False), two, workshop, notes, jobs=2)
+    assert len(notes.ended) == len(cells)
+    figures = [  # the tests' own kernels are not those of a new process: no equality of bits
+        {name: (r["accuracy"], r["counts"]) for name, r in lasting(store).items()}
+        for store in (one, two)
+    ]
+    assert figures[0] == figures[1]
+
+
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, workshop, monkeypatch):
+    cells = cells_of()
+    store, notes, real = Store(tmp_path / "r.db"), Notes(), Workshop.run
+
+    def fragile(self, cell, tick):
+        if cell.method == "tent":
+            raise RuntimeError("no memory")
+        return real(self, cell, tick)
+
+    monkeypatch.setattr(Workshop, "run", fragile)
+    run(missing(cells, store, workshop, False), store, workshop, notes)
+    assert {cell.method for cell in notes.ended} == {"norm"}
+    assert [why for _, why in notes.failures] == ["RuntimeError: no memory"] * 2
+
+
+def test_a_killed_run_loses_the_running_cell_at_most(tmp_path):
+    command = [
+        *(sys.executable, "-m", "fata", "bench", "--model", "mini_resnet_bn"),
+        *("--methods", "norm,tent,tent+fata", "--domains", "contrast,fog", "--images", "24"),
+        *("--batch-size", "8", "--store", str(tmp_path / "r.db")),
+    ]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and running.poll() is None:
+        if (tmp_path / "r.db").exists() and len(Store(tmp_path / "r.db")) >= 1:
+            os.kill(running.pid, signal.SIGKILL)
+            break
+        time.sleep(0.05)
+    running.wait()
+    kept = lasting(Store(tmp_path / "r.db"))
+    assert 1 <= len(kept) < 6
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    after = lasting(Store(tmp_path / "r.db"))
+    assert len(after) == 6
+    assert {name: after[name] for name in kept} == kept
+
+
+# -- the command --------------------------------------------------------------------------------
+
+
+def bench(*arguments):
+    return CliRunner().invoke(app, ["bench", *map(str, arguments)])
+
+
+def test_the_command_runs_shows_and_resumes(tmp_path):
+    arguments = (
+        *("--model", "mini_resnet_bn", "--methods", "source,norm", "--domains", "contrast"),
+        *("--images", 24, "--store", tmp_path / "r.db"),
+    )
+    first = bench(*arguments)
+    assert first.exit_code == 0, first.output
+    assert "2 cells, 0 of them" in first.output
+    assert "norm" in first.output
+    assert "2 cells, 2 of them" in bench(*arguments).output
+    assert bench(*arguments, "--dry-run", "--seeds", 2).output.count("#1") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "give --model"),
+        (("--model", "nope"), "unknown model"),
+        (("--model", "mini_vit", "--methods", "tnt"), "unknown method"),
+        (("--model", "mini_vit", "--data", "folder:nowhere"), "no folder"),
+        (("--model", "mini_vit", "--severity", "6"), "severity"),
+        (("--model", "mini_vit", "--config", "nowhere.yaml"), "nowhere.yaml"),
+    ],
+)
+def test_wrong_input_is_told_with_exit_code_2(tmp_path, monkeypatch, arguments, why):
+    monkeypatch.chdir(tmp_path)
+    result = bench(*arguments)
+    assert result.exit_code == 2
+    assert why in " ".join(result.output.replace("│", " ").split())

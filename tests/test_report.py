@@ -1,0 +1,175 @@
+"""Tables from a store, and the page in a real browser."""
+
+import csv
+import io
+import re
+import shutil
+import subprocess
+
+import pytest
+from typer.testing import CliRunner
+
+from fata.bench.page import page
+from fata.bench.store import Store
+from fata.bench.tables import AVERAGE, comparisons
+from fata.cli import app
+
+DOMAINS = ("gaussian_noise", "fog", "contrast")
+ACCURACY = {
+    "source": 40.0,
+    "norm": 50.0,
+    "tent": 55.0,
+    "tent+fata": 58.0,
+    "sar": 54.0,
+    "sar+fata": 5.0,
+}
+
+
+def result(accuracy, terms, collapsed):
+    points = {"batch": [1, 2], "accuracy": [accuracy] * 2, "online": [accuracy] * 2}
+    shares = {term: [50.0, 60.0] for term in terms}
+    return {
+        "rows": 128,
+        "accuracy": accuracy,
+        "collapsed_at": 7 if collapsed else None,
+        "curve": {**points, "entropy": [1.0, 0.5], "selected": shares, "pseudo_labels": shares},
+        "classes": {
+            "images": [64, 64],
+            "right": [60, 20],
+            "selected": {term: [30, 12 if term == "fata" else 9] for term in terms},
+        },
+        "entropies": {"right": [2] * 50, "wrong": [1] * 50},
+        "seconds": 2.0,
+    }
+
+
+@pytest.fixture
+def store(tmp_path):
+    """Three corruptions, two seeds; the second seed is written in another order."""
+    store = Store(tmp_path / "r.db")
+    cells = [(m, d, s) for s in (0, 1) for m in ACCURACY for d in DOMAINS[:: 1 - 2 * s]]
+    for method, domain, seed in cells:
+        host = method.partition("+")[0]
+        protocol = {
+            "model": "mini_resnet_gn",
+            "data": {"data": "embedded"},
+            "scenario": {"name": "normal"},
+            "severity": 5,
+            "images": None,
+            "domains": [f"{domain}-5"],
+            "seed": seed,
+            "method": method,
+            "batch_size": 64,
+            "lr": "paper",
+            "host": {"name": host},
+            "plus": {"name": "fata", "sigma": 1.0, "threshold": 0.5} if "+" in method else None,
+        }
+        accuracy = float(ACCURACY[method]) + DOMAINS.index(domain) + seed
+        terms = [host, "fata"] if "+" in method else [host]
+        made = {**result(accuracy, terms, method == "sar+fata")}
+        made["domains"] = {f"{domain}-5": accuracy}
+        store.put(f"{method}/{domain}/{seed}", protocol, {"device": "cpu"}, made)
+    return store
+
+
+def test_a_table_has_means_deviations_ranks_and_gains(store):
+    (table,) = comparisons(store)
+    assert table.columns == DOMAINS
+    lines = {line.method: line for line in table.lines}
+    assert list(lines) == ["source", "norm", "tent", "tent+fata", "sar", "sar+fata"]
+    tent, plus = lines["tent"], lines["tent+fata"]
+    assert tent.values["fog"].seeds == {0: 56.0, 1: 57.0}
+    assert tent.average.mean == pytest.approx(56.5)
+    assert tent.average.deviation == pytest.approx(0.5**0.5)
+    assert plus.gain == pytest.approx(3.0)
+    assert (table.rank(AVERAGE, plus), table.rank(AVERAGE, tent)) == (1, 2)
+    assert lines["sar+fata"].average.collapsed == 6
+    assert lines["source"].gain is None
+
+
+def test_a_method_whose_fields_differ_is_two_rows(store, tmp_path):
+    first = next(record for record in store if record.protocol["method"] == "tent+fata")
+    other = {**first.protocol, "plus": {**first.protocol["plus"], "sigma": 0.5}}
+    store.put("other", other, {}, first.result)
+    (table,) = comparisons(store)
+    names = [line.method for line in table.lines if line.method.startswith("tent+fata")]
+    assert names == ["tent+fata sigma=0.5", "tent+fata sigma=1.0"]
+    incomplete = next(line for line in table.lines if line.method == names[0])
+    assert incomplete.average is None
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_the_formats_agree_with_the_store(store):
+    rows = list(csv.DictReader(io.StringIO(report(store.path, "--format", "csv").output)))
+    stored = {
+        (r.protocol["method"], r.protocol["domains"][0], str(r.protocol["seed"])): r.result
+        for r in store
+    }
+    assert len(rows) == len(stored)
+    for row in rows:
+        kept = stored[row["method"], f"{row['domain']}-5", row["seed"]]
+        assert float(row["accuracy"]) == kept["accuracy"]
+    markdown = report(store.path, "--format", "md").output
+    assert (
+        "| tent+fata | **58.50** | **59.50** | **60.50** | **59.50 ± 0.71** | +3.00 |" in markdown
+    )
+    latex = report(store.path, "--format", "latex").output
+    assert r"\multicolumn{1}{c}{Noise}" in latex
+    assert r"sar+fata & 5.50$^\dagger$" in latex
+
+
+def test_wrong_input_is_told(tmp_path, store):
+    Store(tmp_path / "empty.db")
+    for arguments, why in (
+        ((tmp_path / "none.db",), "there is no file"),
+        ((tmp_path / "empty.db",), "no results yet"),
+        ((store.path, "--format", "pdf"), "choose from html"),
+        ((store.path, "-o", tmp_path / "nowhere" / "r.html"), "cannot write"),
+    ):
+        told = report(*arguments)
+        assert told.exit_code == 2
+        assert why in " ".join(told.output.replace("│", " ").split())
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+WATCH = "<script>window.onerror = m => document.documentElement.dataset.error = m</script>"
+UNCHECK = """<script>
+const box = document.querySelector('input[value="tent+fata"]');
+box.checked = false;
+box.dispatchEvent(new Event('change', {bubbles: true}));
+</script>"""
+
+
+def dom(tmp_path, content):
+    """The page as a browser has it, after its scripts."""
+    (tmp_path / "page.html").write_text(content, encoding="utf-8")
+    command = [
+        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"),
+        *("--dump-dom", (tmp_path / "page.html").as_uri()),
+    ]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
+def test_the_page_works_in_a_browser(store, tmp_path):
+    content = page(comparisons(store)).replace("<head>", f"<head>{WATCH}")
+    seen = dom(tmp_path, content)
+    assert "data-error" not in seen
+    assert seen.count('class="main-svg"') >= 8  # the figures are drawn
+    row = re.search(r'<tr data-method="tent\+fata".*?</tr>', seen, re.DOTALL).group()
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", row) == [
+        *("tent+fata", "58.50", "59.50", "60.50", "59.50 ± 0.71", "+3.00")
+    ]
+    assert "hidden" not in row.partition(">")[0]
+    filtered = dom(tmp_path, content.replace("</body>", f"{UNCHECK}</body>"))
+    assert "data-error" not in filtered
+    hidden = re.findall(r'<tr data-method="([^"]*)"[^>]*hidden', filtered)
+    assert hidden == ["tent+fata"]
+
+
+def test_the_page_needs_no_network(store):
+    content = page(comparisons(store))
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=['\"]https?:", content)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,11 +24,10 @@ from fata.bench.grid import Grid, GridError, read
 from fata.bench.run import Task, missing, run
 from fata.bench.store import Store, StoreError
 from fata.bench.workshop import Workshop
+from fata.commands import console
 from fata.data import DataError
 from fata.data import open as open_data
 from fata.zoo import ZooError
-
-console = Console()
 
 
 def bench(

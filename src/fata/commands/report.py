@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from fata.bench.formats import COMMA_HEAD, FORMATS
 from fata.bench.store import Record, Store, StoreError
 from fata.bench.tables import comparisons
-
-console = Console()
+from fata.commands import console
 
 
 def report(

@@ -1,0 +1,79 @@
+"""`fata check`: the battery of checks on a method of your own."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from fata import check as battery
+from fata import tiny
+from fata.augment import Fata
+from fata.commands import console
+from fata.method import Method, OwnStep
+
+
+def check(
+    method: Annotated[str, typer.Argument(help="Your method, as my_module:MyMethod.")],
+    net: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this network (resnet_bn, resnet_gn, vit_ln); may be given again."),
+    ] = None,
+) -> None:
+    """Run the battery of checks on a method of your own, alone and with FATA.
+
+    The method is made without arguments, and adapts small networks with BatchNorm, GroupNorm and
+    LayerNorm in batches of 16 and of 1. Exits with 1 where a check fails.
+    """
+    mine, nets = _load(method), net or list(tiny.NAMES)
+    if unknown := [name for name in nets if name not in tiny.NAMES]:
+        raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(tiny.NAMES)}")
+    torch.set_num_threads(1)  # fastest for networks this small
+    variants: list[Fata | None] = [None] if isinstance(mine, OwnStep) else [None, Fata()]
+    failures: dict[str, dict[str, list[str]]] = {}
+    todo = [(c, p) for c in battery.CHECKS for p in variants]
+    for one, plus in track(todo, "checking", console=console, transient=True):
+        for case in (c for c in battery.cases(mine, plus) if c.net in nets):
+            try:
+                one(case)
+            except Exception as error:
+                where = f"{case.net}, batches of {case.rows}{', with FATA' if plus else ''}"
+                problem = f"{type(error).__name__}: {error}"
+                failures.setdefault(one.__name__, {}).setdefault(problem, []).append(where)
+    table = Table("check", "", "what it holds to", title=f"{mine!r}")
+    for one in battery.CHECKS:
+        mark = "[red]fails[/]" if one.__name__ in failures else "[green]holds[/]"
+        table.add_row(one.__name__.replace("_", " "), mark, (one.__doc__ or "").splitlines()[0])
+    console.print(table)
+    for name, problems in failures.items():
+        console.print(f"[red]{name.replace('_', ' ')}[/]")
+        for problem, cases in problems.items():
+            more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+            console.print(f"  {problem} ({cases[0]}{more})", highlight=False, markup=False)
+    if failures:
+        raise typer.Exit(1)
+
+
+def _load(target: str) -> Method:
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise typer.BadParameter(f"{target!r}: give a module and a class, as my_module:MyMethod")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise typer.BadParameter(f"{target!r}: {error}, looked for in this folder too") from error
+    except AttributeError as error:
+        raise typer.BadParameter(f"{target!r}: {error}") from error
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise typer.BadParameter(f"{target!r} is no subclass of fata.Method")
+    try:
+        return kind()
+    except TypeError as error:
+        raise typer.BadParameter(f"{target!r}: needs a default for each field: {error}") from error

@@ -1,0 +1,76 @@
+"""`fata data`: what is in a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.progress import Progress, track
+from rich.table import Table
+
+from fata.commands import console, say
+from fata.structure import listed
+
+
+def data(
+    spec: Annotated[str, typer.Argument(help="Such as embedded or imagenet-c:DIR.")],
+    download: Annotated[
+        bool, typer.Option("--download", help="Fetch CIFAR-10 where it is missing.")
+    ] = False,
+    read: Annotated[bool, typer.Option("--check", help="Read every picture.")] = False,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="With --check: count damaged pictures only.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="That should fit: a name that fata.zoo.load takes.")
+    ] = None,
+) -> None:
+    """Say what is in a data set: classes, domains, images, and where corruptions come from.
+
+    --check reads every picture and exits with 1 where one is damaged (--skip-damaged: with 0).
+    """
+    from fata import zoo
+    from fata.data import KINDS, DataError, survey
+    from fata.data import open as open_data
+
+    if skip_damaged and not read:
+        raise typer.BadParameter("--skip-damaged goes with --check")
+    try:
+        fit = zoo.load(model) if model else None
+        dataset = open_data(spec, fit=fit, download=download)
+        hidden = not console.is_terminal
+        domains = track(survey.on_disk(dataset), "listing", None, console=console, disable=hidden)
+        fingerprint, found = dataset.fingerprint(domains), survey.found(dataset)
+    except (DataError, zoo.ZooError) as error:
+        raise typer.BadParameter(str(error)) from error
+    table = Table("domain", "severities", "images")
+    for one in found:
+        table.add_row(one.name, ", ".join(map(str, one.severities)), f"{one.images:,}")
+    images = sum(one.images for one in found)
+    say(f"{spec}: {KINDS[spec.partition(':')[0]]}")
+    say(f"{len(dataset.classes):,} classes: {listed(dataset.classes, 10)}")
+    console.print(table)
+    if dataset.made:
+        made, facts = {d.name for d in dataset.domains if d.severity}, dataset.provenance
+        say(f"and {len(made)} corruptions, {facts['corruptions']}; frost: {facts['frost']}")
+    say(f"fingerprint of the images: {fingerprint}")
+    if fit is not None:
+        say(f"fits {fit}")
+    if read:
+        _read_all(survey.read_all(dataset), images, skip_damaged)
+
+
+def _read_all(pictures: Iterator[tuple[int, list[str]]], total: int, skip_damaged: bool) -> None:
+    """Read pictures under a bar; name the damaged ones, or only count them."""
+    damaged = 0
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=total)
+        for count, broken in pictures:
+            progress.advance(task, count)
+            damaged += len(broken)
+            for one in () if skip_damaged else broken:
+                say(f"damaged: {one}")
+    say(f"read {total:,} images, {damaged:,} damaged")
+    if damaged and not skip_damaged:
+        raise typer.Exit(1)

@@ -1,0 +1,125 @@
+"""`fata train-source`: a source model of one domain."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+import torch
+import typer
+from rich.progress import Progress
+
+from fata.commands import console, say
+
+if TYPE_CHECKING:
+    from fata.training import Epoch
+    from fata.zoo import Loaded
+
+
+def train_source(
+    data: Annotated[str, typer.Option(help="Pictures in folders: office-home:DIR, or folder:DIR.")],
+    model: Annotated[str, typer.Option(help="Where to start: a name that fata.zoo.load takes.")],
+    domain: Annotated[
+        str | None, typer.Option(help="To train on; all: one model for each.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="A .safetensors file, or a folder for the usual names."),
+    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's 30.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=2, help="Instead of the recipe's 64.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Instead of 0.01 (transformers: 3e-5); the head's is 10 x.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the split, the order and the crops.")] = 0,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode pictures.")
+    ] = None,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave out pictures that cannot be read.")
+    ] = False,
+) -> None:
+    """Fine-tune a network on one domain: a source model to adapt to the others.
+
+    Written after every epoch, so Ctrl-C keeps the last one. The recipe: docs/train-source.md.
+    """
+    from fata import training, zoo
+    from fata.data import DataError
+    from fata.data import open as open_data
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=where)
+    except (AssertionError, RuntimeError) as error:
+        raise typer.BadParameter(f"no device {where!r}: {error}") from error
+    try:
+        dataset = open_data(data)
+        places = training.places(dataset, domain, model, output)
+        loaded = zoo.load(model)
+        recipe = training.Recipe.suiting(
+            loaded.model, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed
+        )
+        for name, place in places.items():
+            say(
+                f"{name}: {loaded.name} on {where}, {recipe.optimizer} at {recipe.lr:g}, batches "
+                f"of {recipe.batch_size}"
+            )
+            train = partial(training.train_source, loaded, dataset, name, place, recipe)
+            options = {"device": where, "workers": workers, "skip_damaged": skip_damaged}
+            _watched(partial(train, **options), place, recipe.epochs)
+    except torch.cuda.OutOfMemoryError as error:
+        raise typer.BadParameter(f"{error}; give a smaller --batch-size") from error
+    except (DataError, zoo.ZooError, training.TrainingError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
+    """Train: a bar on a terminal, a line an epoch everywhere; Ctrl-C stops after the batch."""
+    finished, stopped, started = 0, False, perf_counter()
+
+    def stop(*_: object) -> None:
+        nonlocal stopped
+        stopped = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second time: at once
+
+    def on_batch(done: float, loss: float) -> None:
+        text = f"epoch {finished + 1}/{epochs}, loss {loss:.3f}"
+        progress.update(task, completed=done, description=text)
+        if stopped:
+            raise KeyboardInterrupt
+
+    def on_epoch(epoch: Epoch) -> None:
+        nonlocal finished
+        finished = epoch.number
+        say(
+            f"epoch {finished}/{epochs}: loss {epoch.loss:.3f}, {epoch.accuracy:.1f} % of the "
+            f"held-out pictures, {perf_counter() - started:.0f} s"
+        )
+        if stopped:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, stop)  # in the midst of a batch workers would complain
+    try:
+        with Progress(console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("reading pictures", total=1.0)
+            recipe = train(on_batch=on_batch, on_epoch=on_epoch).recipe
+    except KeyboardInterrupt:
+        kept = f"{place} has the last of them" if finished else "nothing was written"
+        say(f"stopped after {finished} of {epochs} epochs; {kept}")
+        raise typer.Exit(130) from None
+    finally:
+        signal.signal(signal.SIGINT, before)
+    damaged = f", {recipe['damaged']} damaged ones left out" if recipe["damaged"] else ""
+    say(
+        f"{place}: learned from {recipe['learned_from']} pictures, {recipe['accuracy']:.1f} % of "
+        f"{recipe['tested_on']} others{damaged}"
+    )

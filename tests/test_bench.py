@@ -368,7 +368,10 @@ def test_the_command_runs_shows_and_resumes(tmp_path):
     assert "2 cells, 0 of them" in first.output
     assert "norm" in first.output
     assert "2 cells, 2 of them" in bench(*arguments).output
-    assert bench(*arguments, "--dry-run", "--seeds", 2).output.count("#1") == 2
+    dry = bench(*arguments, "--dry-run", "--seeds", 2).output
+    assert dry.count("#1") == 2
+    assert "about 0:00:" in dry
+    assert len(Store(tmp_path / "r.db")) == 2
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
         "layer": engine.tap.layer if engine.tap else None,
         "fisher": engine.fisher is not None,
         "source": source,
-        "digest": _digest(tensors),
+        "digest": digest(tensors),
         "seed": state.seed,
         "batches": state.batches,
         "share": state.share,
@@ -73,7 +73,7 @@ def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
         raise StateError(
             f"the state has format {meta['format']!r}; this version of fata reads {FORMAT}"
         )
-    if set(meta) != set(mine["meta"]) or meta["digest"] != _digest(tensors):
+    if set(meta) != set(mine["meta"]) or meta["digest"] != digest(tensors):
         raise StateError("the state is damaged: its contents are not those that were saved")
     _refuse_other(mine["meta"], meta)
     names = [{n for n in one if n.startswith("parameter.")} for one in (tensors, mine)]
@@ -153,16 +153,17 @@ def fingerprint(engine: Engine) -> str:
         if isinstance(module, _NormBase):
             running = {"mean": module.running_mean, "var": module.running_var}
             tensors |= {f"{name}.{n}": t for n, t in running.items() if t is not None}
-    return _digest(tensors)
+    return digest(tensors)
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Equal for equal tensors of equal names."""
+    content = hashlib.sha256()
     for name in sorted(tensors):
         values = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
-        digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:32]
+        content.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+        content.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()[:32]
 
 
 def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.process import BaseProcess
 from queue import Empty
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -49,6 +49,32 @@ def missing(cells: Sequence[Cell], store: Store, workshop: Workshop, again: bool
         if again or name not in store:
             tasks.setdefault(name, Task(cell, name, protocol))
     return list(tasks.values())
+
+
+class Estimate(NamedTuple):
+    """What a grid will take, one cell at a time."""
+
+    seconds: float
+    memory: int  # bytes, at most
+
+
+def estimate(tasks: Sequence[Task], store: Store, workshop: Workshop) -> Estimate:
+    """From finished cells of the same model and method; where there are none, from two batches."""
+    speeds: dict[tuple[str, str], tuple[float, int]] = {}
+    for record in store:
+        at = (record.protocol["model"], record.protocol["method"])
+        speeds[at] = (record.result["images_per_second"], record.result["peak_memory"])
+    seconds, memory = 0.0, 0
+    for task in tasks:
+        at = (task.cell.model, task.cell.method)
+        if at not in speeds:
+            rows = 2 * task.protocol["batch_size"]
+            two = replace(task.cell, scenario="normal", options={}, images=rows)
+            result = workshop.run(replace(two, domains=two.domains[:1]), lambda *_: None)
+            speeds[at] = (result["images_per_second"], result["peak_memory"])
+        speed, peak = speeds[at]
+        seconds, memory = seconds + task.protocol["length"] / speed, max(memory, peak)
+    return Estimate(seconds, memory)
 
 
 def run(

@@ -53,8 +53,10 @@ class Store:
             self._connection.execute("PRAGMA busy_timeout = 60000")
             self._check_version()
             self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("BEGIN IMMEDIATE")  # others see both of these, or neither
             self._connection.execute(_SCHEMA)
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
+            self._connection.execute("COMMIT")
 
     def __contains__(self, key: str) -> bool:
         with self._errors():
@@ -94,8 +96,10 @@ class Store:
         self._connection.close()
 
     def _check_version(self) -> None:
-        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        self._connection.execute("BEGIN")  # one look at both
         used = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+        version = self._connection.execute("PRAGMA user_version").fetchone()[0]
+        self._connection.execute("COMMIT")
         if used and version != VERSION:
             raise StoreError(
                 f"{self.path} was written by another version of fata, or by another program "

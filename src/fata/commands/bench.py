@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +22,10 @@ from rich.table import Table
 
 from fata.bench.cell import Cell, key
 from fata.bench.grid import Grid, GridError, read
-from fata.bench.run import Task, missing, run
+from fata.bench.run import Task, estimate, missing, run
 from fata.bench.store import Store, StoreError
 from fata.bench.workshop import Workshop
-from fata.commands import console
+from fata.commands import console, say
 from fata.data import DataError
 from fata.data import open as open_data
 from fata.zoo import ZooError
@@ -71,7 +72,9 @@ def bench(
     again: Annotated[
         bool, typer.Option("--again", help="Run the cells that are in the store too.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the cells; run none.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the cells, and about how long they will take.")
+    ] = False,
 ) -> None:
     """Compare methods: a grid of models, data, scenarios, methods and seeds.
 
@@ -105,7 +108,13 @@ def bench(
     console.print(f"{len(cells)} cells, {len(cells) - len(tasks)} of them in {store}")
     if dry_run:
         for task in tasks:
-            console.print(f"  {task.cell}", highlight=False)
+            say(f"  {task.cell}")
+        if tasks:
+            took, memory = estimate(tasks, results, workshop)
+            say(
+                f"about {timedelta(seconds=round(took / jobs))} with {jobs} at a time, and "
+                f"{memory * jobs / 2**30:.1f} GiB"
+            )
         return
     watcher = Show(len(tasks))
     try:

@@ -21,7 +21,7 @@ from fata.data.dataset import Dataset, Domain
 from fata.data.errors import DataError
 from fata.data.scenarios import SCENARIOS, Deck
 from fata.data.serve import Samples
-from fata.state import _digest
+from fata.state import digest
 from fata.state import save as save_tensors
 from fata.structure import listed, near
 
@@ -116,7 +116,7 @@ class Stream:
             "batch_size": self.batch_size,
             "domains": [list(domain) for domain in self.domains],
             "pictures": [self.dataset.of(domain).digest for domain in self.domains],
-            "order": _digest(parts),
+            "order": digest(parts),
         }
         save_tensors(path, {**parts, "meta": meta})
 
@@ -232,6 +232,6 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tenso
         raise DataError(f"cannot read the stream {str(path)!r}: {error}") from error
     if meta.get("format") != FORMAT:
         raise DataError(f"{str(path)!r} is no stream that this version of fata wrote.")
-    if meta.get("order") != _digest(parts):
+    if meta.get("order") != digest(parts):
         raise DataError(f"the stream {str(path)!r} is damaged: it is not what was saved.")
     return meta, parts

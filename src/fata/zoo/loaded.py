@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fata.methods import parse
-from fata.state import _digest
+from fata.state import digest
 from fata.zoo.preprocess import Preprocess
 
 
@@ -36,7 +36,7 @@ class Weights:
         """The weights that a model has now; taken at once, for a model may be adapted later."""
         tensors = model.state_dict()
         kept = {n: t for n, t in tensors.items() if not n.endswith("num_batches_tracked")}
-        return cls(tag, origin, _digest(kept))
+        return cls(tag, origin, digest(kept))
 
 
 @dataclass(frozen=True)

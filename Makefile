@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: help demo test lint clean
 
 help:
-	@echo "make demo   adapt small networks on a shifted stream by every method but MEMO, print a table"
+	@echo "make demo   adapt a trained network to corrupted images by every method: a table and a page"
 	@echo "make test   lint, type check and all tests"
 	@echo "make lint   ruff and mypy alone"
 	@echo "make clean  remove the environment"

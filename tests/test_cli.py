@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import fata
 from fata.cli import app
+from fata.methods import HOSTS
 
 GOOD = '''
 from dataclasses import dataclass
@@ -111,11 +112,18 @@ def test_check_refuses(call, target, message):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_demo_prints_every_method(call):
-    result = call("demo", "--steps", "2", "--images", "64")
+def test_demo_prints_every_method_and_a_report(call, tmp_path):
+    result = call("demo", "--images", "8", "--output", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
-    for spec in ("source", "eata+fata", "cotta"):
-        assert spec in result.output
+    for spec in ("source", "norm", *(f"{h}{p}" for h in HOSTS for p in ("", "+fata"))):
+        assert f"│ {spec} " in result.output
+    assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
+    again = call("demo", "--images", "8", "--output", str(tmp_path / "out"))
+    assert "0 of them now" in again.output
+
+
+def test_demo_refuses_a_model_that_is_not_here(call):
+    assert call("demo", "--model", "resnet50_gn").exit_code == 2
 
 
 def test_version_and_help(call):

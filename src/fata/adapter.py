@@ -294,9 +294,7 @@ class Adapter(nn.Module):
         return self
 
 
-def _spread(
-    selected: tuple[Tensor, Tensor] | None, finite: Tensor
-) -> tuple[Tensor, Tensor] | None:
+def _spread(selected: tuple[Tensor, Tensor] | None, finite: Tensor) -> tuple[Tensor, Tensor] | None:
     """The selection of the finite rows, as one of the whole batch."""
     if selected is None:
         return None

@@ -11,6 +11,7 @@ from fata.commands import say
 from fata.commands.bench import bench
 from fata.commands.check import check
 from fata.commands.corrupt import corrupt
+from fata.commands.cost import cost
 from fata.commands.data import data
 from fata.commands.demo import demo
 from fata.commands.report import report
@@ -21,7 +22,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, bench, report, data, corrupt, train_source, check):
+for command in (demo, bench, report, cost, data, corrupt, train_source, check):
     app.command()(command)
 
 

@@ -1,7 +1,7 @@
 """Networks of a few thousand parameters, laid out like their full-size relatives.
 
-For tests, `fata check`, the demo and golden traces: four stages for a ResNet and twelve blocks for
-a vision transformer, so that "after stage 3" and "the last three blocks" mean what they mean there.
+For tests, `fata check` and golden traces: four stages for a ResNet and twelve blocks for a vision
+transformer, so that "after stage 3" and "the last three blocks" mean what they mean there.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import sys
 import time
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fata.adapter import Adapter
+from fata.bench.cost import effective, passes
 from fata.bench.summary import Rows, summary
 from fata.data import Stream
 from fata.losses import entropy
@@ -33,6 +35,8 @@ def measure(
     """Run a stream through an adapter; what the results store keeps of it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+    size = loaded.preprocess.size
+    whole, tail = passes(adapter, torch.rand(1, 3, size, size, device=device))
     parts: list[list[Tensor]] = []
     damaged: list[str] = []
     clock = Clock(device)
@@ -61,6 +65,7 @@ def measure(
         "domains": _by_domain(rows, place, stream) if not damaged else None,
         "damaged": len(damaged),
         "counts": counts,
+        "macs": dataclasses.asdict(effective(counts, whole, tail)),
         "seconds": sum(times),
         "latency": {name: _quantile(times, share) for name, share in (("p50", 0.5), ("p95", 0.95))},
         "images_per_second": seen / sum(times),

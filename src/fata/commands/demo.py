@@ -1,24 +1,99 @@
-"""`fata demo`: every method at work in a minute."""
+"""`fata demo`: the methods at work on a network and images in the package."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
+from rich.table import Table
 
-from fata.commands import console
+from fata.bench.cell import key
+from fata.bench.formats import text
+from fata.bench.grid import Grid
+from fata.bench.run import missing, run
+from fata.bench.store import Store, StoreError
+from fata.bench.tables import AVERAGE, SHORT, Comparison, comparisons
+from fata.bench.workshop import Workshop
+from fata.commands import console, say
+from fata.commands.bench import Show
+from fata.data import open as open_data
+from fata.zoo.embedded import NAMES
+
+# EATA without its Fisher penalty, whose computation alone would take half a minute.
+METHODS = (
+    *("source", "norm", "tent", "tent+fata", "eata:fisher_alpha=0", "eata+fata:fisher_alpha=0"),
+    *("sar", "sar+fata", "deyo", "deyo+fata"),
+)
+FEW = ("impulse_noise", "frost", "fog", "pixelate")
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each network.")] = 200,
-    images: Annotated[int, typer.Option(min=1, help="Pictures of each shift.")] = 512,
-    seed: Annotated[int, typer.Option(help="Of the pictures and the weights.")] = 0,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "mini_resnet_gn",
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="All 15 corruptions, 2,000 images, CoTTA and MEMO too."),
+    ] = False,
+    images: Annotated[int, typer.Option(min=1, help="Of each corruption.")] = 256,
+    folder: Annotated[
+        Path, typer.Option("--output", "-o", help="Where results and report go.")
+    ] = Path("fata-demo"),
 ) -> None:
-    """Train tiny networks on generated pictures, shift the pictures, adapt: a table by method.
+    """Adapt a trained network to corrupted images by every method, with and without FATA.
 
-    MEMO is left out: 64 views of every picture take minutes.
+    Results are kept: the same command again shows them at once, or goes on where it was stopped.
     """
-    from fata.demo import run
+    from fata.bench.page import page
 
-    console.print("training three tiny networks, then adapting each by every method but MEMO ...")
-    run(console, steps, images, seed)
+    if model not in NAMES:
+        raise typer.BadParameter(f"model {model!r}: choose from {', '.join(NAMES)}.")
+    grid = Grid(
+        models=(model,),
+        methods=(*METHODS, "cotta", "memo") if full else METHODS,
+        domains=None if full else FEW,
+        images=None if full else images,
+        batch_size=64 if full else 32,
+    )
+    workshop = Workshop("cuda" if torch.cuda.is_available() else "cpu")
+    cells = list(grid.cells(open_data))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        store = Store(folder / "results.db")
+    except (OSError, StoreError) as error:
+        raise typer.BadParameter(f"cannot write to {str(folder)!r}: {error}") from error
+    tasks = missing(cells, store, workshop, again=False)
+    say(f"{model} meets {len(cells)} streams of corrupted images, {len(tasks)} of them now ...")
+    try:
+        with Show(len(tasks)) as shown:
+            run(tasks, store, workshop, shown)
+    except KeyboardInterrupt:
+        say(f"stopped: {shown.finished} of {len(tasks)} done and kept; the same command goes on")
+        raise typer.Exit(130) from None
+    wanted = {key(workshop.protocol(cell)) for cell in cells}
+    tables = comparisons(record for record in store if record.key in wanted)
+    for table in tables:
+        _show(table)
+    report = folder / "report.html"
+    report.write_text(page(tables, "fata demo"), encoding="utf-8")
+    say(f"report: {report}")
+
+
+def _show(comparison: Comparison) -> None:
+    """The best of a column is green, a gain of FATA green or red, a collapse marked."""
+    columns = (*comparison.columns, AVERAGE)
+    table = Table(title=f"{comparison.title}: accuracy in %", caption="† one class took over")
+    table.add_column("method")
+    for column in (*(SHORT.get(one, one) for one in columns), "gain"):
+        table.add_column(column, justify="right")
+    for line in comparison.lines:
+        cells = [
+            f"[bold green]{text(line.at(column))}[/]"
+            if comparison.rank(column, line) == 1
+            else text(line.at(column))
+            for column in columns
+        ]
+        gain = "" if line.gain is None else f"{line.gain:+.2f}"
+        colour = {"+": "green", "-": "red"}.get(gain[:1], "white")
+        table.add_row(line.method, *cells, f"[{colour}]{gain}[/]", end_section="+" in line.method)
+    console.print(table)

@@ -1,0 +1,102 @@
+"""`fata cost`: what methods cost on a network, by the paper's rule and in truth."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from rich import box
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor, nn
+
+from fata.bench.cost import Cost
+from fata.bench.cost import cost as cost_of
+from fata.commands import console
+from fata.engine import DENSE
+from fata.methods import parse
+from fata.norms import batch_norms
+from fata.zoo import ZooError
+from fata.zoo.sources import Mini, architecture
+
+METHODS = "source,tent,eata,eata+fata,sar,sar+fata,deyo,deyo+fata,cotta,memo"
+
+
+def cost(
+    model: Annotated[
+        str, typer.Option(help="resnet50_gn, mini_vit, timm:NAME, torchvision:NAME, ...")
+    ],
+    methods: Annotated[str, typer.Option(help="By comma.")] = METHODS,
+    classes: Annotated[
+        int | None, typer.Option(min=2, help="1000; 10 for the package's own networks.")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Side of an image; the network's own.")
+    ] = None,
+    share: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the rows that a method selects.")
+    ] = 0.4,
+) -> None:
+    """Count multiply-accumulates an image, as the paper does and as we spend them.
+
+    The paper counts forward passes, as if every row were selected. Ours learn from a share of the
+    rows, and the way back is counted. No weights are needed, so none are downloaded.
+    """
+    specs = [spec.strip() for spec in methods.split(",") if spec.strip()]
+    if not specs:
+        raise typer.BadParameter(f"--methods {methods!r}: give some, such as eata,eata+fata.")
+    try:
+        for spec in specs:
+            parse(spec)
+        arch = architecture(model)
+        own = (10, 32) if isinstance(arch, Mini) else (1000, arch.preprocess.size)
+        classes, size = classes or own[0], size or own[1]
+        network, images = arch.build(classes).eval(), torch.rand(2, 3, size, size)
+        _try(model, network, images)
+        hidden = not console.is_terminal
+        todo = track(specs, "counting", console=console, transient=True, disable=hidden)
+        costs = [cost_of(network, spec, images, share) for spec in todo]
+    except (ZooError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    again = "by one pass over all" if batch_norms(network) or share >= DENSE else "passed again"
+    digits = 2 if costs[0].whole.forward > 1e9 else 4
+    tail = max(one.tail.forward for one in costs)
+    behind = f"; T, its tail behind FATA's layer: {_giga(tail, digits)}" if tail else ""
+    whole = _giga(costs[0].whole.forward, digits)
+    for line in (
+        f"{model}, {classes} classes, {size} x {size} pixels; ours with {share:.0%} of the rows "
+        f"selected, {again}",
+        f"F, a forward pass: {whole} GMACs{behind}",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(_table(costs, digits))
+
+
+def _try(name: str, network: nn.Module, images: Tensor) -> None:
+    try:
+        with torch.no_grad():
+            network(images)
+    except (AssertionError, RuntimeError) as error:
+        size = images.shape[-1]
+        raise ValueError(f"{name} does not take {size} x {size} images: {error}") from error
+
+
+def _table(costs: list[Cost], digits: int) -> Table:
+    frame = box.HEAVY_HEAD if console.is_terminal else None
+    table = Table(title="GMACs an image", title_justify="left", box=frame)
+    table.add_column("method")
+    for name in ("paper", "ours: forward", "backward", "total", "state"):
+        table.add_column(name, justify="right")
+    for one in costs:
+        macs = (one.paper, one.ours.forward, one.ours.backward, one.ours.total)
+        table.add_row(one.spec, *(_giga(m, digits) for m in macs), _bytes(one.state))
+    return table
+
+
+def _giga(macs: float, digits: int) -> str:
+    return f"{macs / 1e9:.{digits}f}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB" if count >= 2**20 else f"{count / 2**10:.1f} KiB"

@@ -573,3 +573,19 @@ def test_an_unwrapped_adapter_says_so():
     with pytest.raises(fata.StateError, match="was unwrapped"):
         adapted(images(2))
     assert "unwrapped" in repr(adapted)
+
+
+def test_selected_tells_the_rows_of_the_last_batch():
+    images = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+    images[2] = torch.nan
+    adapted = fata.adapt(fata.tiny.build("resnet_gn"), "tent+fata", fata_threshold=1.0)
+    assert adapted.selected == {}
+    adapted(images)
+    assert adapted.selected["tent"].tolist() == [row != 2 for row in range(8)]
+    assert {name: int(rows.sum()) for name, rows in adapted.selected.items()} == (
+        adapted.counts["selected"]
+    )
+    adapted(images[:3])
+    assert adapted.selected["tent"].tolist() == [True, True, False]
+    adapted.reset()
+    assert adapted.selected == {}

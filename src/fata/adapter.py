@@ -125,6 +125,7 @@ class Adapter(nn.Module):
                 bad = engine.answer(images[~finite])
             logits = bad.new_empty(len(images), bad.shape[1])
             logits[~finite] = bad
+            engine.selected = None
             if finite.any():
                 logits[finite] = answer(images[finite]).detach()
                 engine.selected = _spread(engine.selected, finite)
@@ -225,6 +226,7 @@ class Adapter(nn.Module):
         engine = self._live()
         with torch.inference_mode(False):
             engine.state = engine.fresh()
+            engine.selected = None
             engine.theta.write(engine.source)
 
     def unwrap(self) -> nn.Module:

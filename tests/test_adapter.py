@@ -589,3 +589,12 @@ def test_selected_tells_the_rows_of_the_last_batch():
     assert adapted.selected["tent"].tolist() == [True, True, False]
     adapted.reset()
     assert adapted.selected == {}
+
+
+def test_a_forgotten_adapter_gives_the_model_back():
+    model = fata.tiny.build("resnet_bn").train()
+    fata.adapt(model, "tent")(torch.rand(4, 3, 16, 16))
+    again = fata.adapt(model, "tent")
+    again.unwrap()
+    assert model.training
+    assert all(parameter.requires_grad for parameter in model.parameters())

@@ -148,6 +148,7 @@ def test_fields_and_options_are_read_off_the_names():
         ({"methods": ("tent:sigma=1",)}, "no field 'sigma'"),
         ({"methods": ("tent:lr",)}, "expected tent:field=value"),
         ({"scenarios": ("normla",)}, "Did you mean 'normal'"),
+        ({"methods": ("tent:lr=-1",)}, "positive number"),
         ({"seeds": 0}, "at least 1"),
         ({"domains": ("fgo",)}, "Did you mean 'fog'"),
     ],
@@ -170,14 +171,21 @@ def test_a_wrong_grid_says_what_is_wrong(fields, why):
 def test_a_grid_comes_from_a_file(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     expected = Grid(("mini_vit",), methods=("tent", "eata:lr=0.1"), severities=(1, 5))
-    assert read(tmp_path / name) == expected
+    assert Grid(**read(tmp_path / name)) == expected
+
+
+def test_one_alone_is_a_list_of_one(tmp_path):
+    (tmp_path / "grid.yaml").write_text("models: mini_vit\nseverities: 3\nseeds: 2\n")
+    assert read(tmp_path / "grid.yaml") == {"models": ("mini_vit",), "severities": (3,), "seeds": 2}
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("models: [a]\nmethdos: [b]", "Did you mean 'methods'"),
-        ("methods: [b]", "models is missing"),
+        ("seeds: [0, 1]", "seeds: expected int"),
+        ("images: '8'", "images: expected int"),
+        ("methods: [{tent: 1}]", "methods: expected a list of str"),
         ("models: [", "cannot read"),
         ("- a\n- b", "expected keys"),
     ],
@@ -382,6 +390,7 @@ def test_the_command_runs_shows_and_resumes(tmp_path):
         (("--model", "mini_vit", "--methods", "tnt"), "unknown method"),
         (("--model", "mini_vit", "--data", "folder:nowhere"), "no folder"),
         (("--model", "mini_vit", "--severity", "6"), "severity"),
+        (("--model", "mini_vit", "--device", "abacus"), "no device 'abacus'"),
         (("--model", "mini_vit", "--config", "nowhere.yaml"), "nowhere.yaml"),
     ],
 )

@@ -52,6 +52,7 @@ def store(tmp_path):
         host = method.partition("+")[0]
         protocol = {
             "model": "mini_resnet_gn",
+            "weights": {"sha256": "abc"},
             "data": {"data": "embedded"},
             "scenario": {"name": "normal"},
             "severity": 5,
@@ -98,6 +99,22 @@ def test_a_method_whose_fields_differ_is_two_rows(store, tmp_path):
     assert incomplete.average is None
 
 
+def test_folders_keep_their_names_and_ties_their_places(store):
+    first = next(iter(store))
+    for method, camera, accuracy in (
+        *(("source", "camera-1", 10.0), ("source", "camera-2", 20.0)),
+        *(("norm", "camera-1", 30.0), ("norm", "camera-2", 40.0)),
+        *(("tent", "camera-1", 30.0), ("tent", "camera-2", 40.0)),
+    ):
+        about = {"model": "mine", "domains": [camera], "method": method, "host": {"name": method}}
+        made = {**first.result, "accuracy": accuracy, "domains": {camera: accuracy}}
+        store.put(f"{method} {camera}", {**first.protocol, **about}, {}, made)
+    table = next(table for table in comparisons(store) if table.model == "mine")
+    assert table.columns == ("camera-1", "camera-2")
+    assert "severity" not in table.title
+    assert [table.rank("camera-1", line) for line in table.lines] == [0, 1, 1]
+
+
 def report(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -127,6 +144,7 @@ def test_wrong_input_is_told(tmp_path, store):
         ((tmp_path / "none.db",), "there is no file"),
         ((tmp_path / "empty.db",), "no results yet"),
         ((store.path, "--format", "pdf"), "choose from html"),
+        ((store.path, "-o", tmp_path / "r.pdf"), "choose from html"),
         ((store.path, "-o", tmp_path / "nowhere" / "r.html"), "cannot write"),
     ):
         told = report(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -98,10 +99,13 @@ class Adapter(nn.Module):
                     engine.fisher = fisher(engine, fisher_data)
                     engine.state = engine.fresh()
             except BaseException:
-                self._restore(engine)
+                _release(engine, self._modes, self._flags)
                 raise
         self._engine = engine
         _ADAPTED.add(model)
+        # Forgotten without unwrap(), an adapter must not keep the model for ever.
+        self._release = weakref.finalize(self, _release, engine, self._modes, self._flags)
+        self._release.atexit = False
 
     # -- predicting ---------------------------------------------------------------------------
 
@@ -238,18 +242,9 @@ class Adapter(nn.Module):
         engine = self._live()
         if isinstance(engine.method, OwnStep):
             engine.theta.write(engine.method.answering(engine))
-        self._restore(engine)
-        _ADAPTED.discard(self.model)
+        self._release()
         self._engine = None
         return self.model
-
-    def _restore(self, engine: Engine) -> None:
-        if engine.statistics is not None:
-            engine.statistics.remove()
-        for module, training in self._modes:
-            module.training = training
-        for parameter, requires_grad in self._flags:
-            parameter.requires_grad_(requires_grad)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to one safetensors file; an older file there is replaced whole."""
@@ -294,6 +289,19 @@ class Adapter(nn.Module):
         if self._engine is not None:
             self._engine.move()
         return self
+
+
+def _release(
+    engine: Engine, modes: list[tuple[nn.Module, bool]], flags: list[tuple[nn.Parameter, bool]]
+) -> None:
+    """Give the model back: its own statistics, modes and flags; the weights stay as they are."""
+    if engine.statistics is not None:
+        engine.statistics.remove()
+    for module, training in modes:
+        module.training = training
+    for parameter, requires_grad in flags:
+        parameter.requires_grad_(requires_grad)
+    _ADAPTED.discard(engine.model)
 
 
 def _spread(selected: tuple[Tensor, Tensor] | None, finite: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -227,6 +227,8 @@ def places(dataset: Dataset, domain: str | None, model: str, out: Path | None) -
         )
     wanted = known if domain not in known and domain in (None, "all") else [str(domain)]
     folder = Path() if out is None else out
+    if not folder.suffix:
+        _make_folder(folder)
     if folder.is_dir():
         found = {one: folder / _file_name(model, dataset.spec, one) for one in wanted}
     elif len(wanted) == 1:
@@ -242,6 +244,13 @@ def places(dataset: Dataset, domain: str | None, model: str, out: Path | None) -
 def _file_name(model: str, data: str, domain: str) -> str:
     start = re.sub(r"\.(safetensors|pth|pt)\b", "", Path(model).name)
     return re.sub(r"[^\w.]+", "-", f"{start}-{_data_name(data)}-{domain}") + ".safetensors"
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"cannot write to {str(folder)!r}: {error.strerror}") from error
 
 
 def _check_writable(out: Path) -> None:

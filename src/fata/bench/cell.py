@@ -9,12 +9,14 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import fata
 from fata.adapter import Adapter, adapt
+from fata.corruptions import BY_NAME
 from fata.data import Dataset, Stream, stream
 from fata.fisher import FisherData
 from fata.methods import describe, parse
@@ -56,7 +58,9 @@ class Cell:
 
     def __str__(self) -> str:
         where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} domains"
-        return f"{self.model} {self.scenario} {where}-{self.severity} {self.method} #{self.seed}"
+        grade = f"-{self.severity}" if self.domains[0] in BY_NAME else ""
+        more = "".join(f":{name}={value}" for name, value in self.fields.items())
+        return f"{self.model} {self.scenario} {where}{grade} {self.method}{more} #{self.seed}"
 
     def settings(self, loaded: Loaded) -> dict[str, Any]:
         """Fields of the method and the rate: the model's own, and over them the cell's."""
@@ -100,7 +104,7 @@ class Cell:
             "classes": loaded.classes,
             "data": {
                 **dataset.provenance,
-                "data": self.data.partition(":")[0],  # wherever it lies
+                "data": _data_name(self.data),
                 "images": {str(d): dataset.of(d).digest for d in order.domains},
             },
             "scenario": {"name": self.scenario, **self.options},
@@ -118,6 +122,12 @@ class Cell:
             "fisher": fisher if method.wants_fisher else None,
             "fata": fata.__version__,
         }
+
+
+def _data_name(spec: str) -> str:
+    """What data is called wherever it lies: its kind, or the folder's own name."""
+    kind, _, folder = spec.partition(":")
+    return Path(folder).expanduser().resolve().name if kind == "folder" else kind
 
 
 def key(protocol: Mapping[str, Any]) -> str:

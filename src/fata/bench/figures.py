@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -12,12 +12,12 @@ import plotly.graph_objects as go
 
 from fata.bench.store import Record
 from fata.bench.summary import BINS
-from fata.bench.tables import Comparison, labels
+from fata.bench.tables import Comparison, domain_name, labels
 
-COLOURS = (
-    "#7f7f7f", "#1f77b4", "#aec7e8", "#ff7f0e", "#ffbb78", "#2ca02c", "#98df8a", "#d62728",
-    "#ff9896", "#9467bd", "#c5b0d5", "#8c564b",
-)  # fmt: skip
+# By the method: a host is pale, and with FATA strong.
+_PALE = {"tent": "#9ecae1", "eata": "#fdae6b", "sar": "#a1d99b", "deyo": "#fc9272"}
+_STRONG = {"tent": "#1f77b4", "eata": "#e6550d", "sar": "#238b45", "deyo": "#cb181d"}
+_OTHERS = ("#7f7f7f", "#111111", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
 MEAN = "mean of all"
 Runs = dict[str, list[Record]]  # by the name of the method
 Colours = dict[str, str]
@@ -33,7 +33,7 @@ def figures(comparison: Comparison) -> dict[str, go.Figure]:
     by_name: Runs = {line.method: [] for line in comparison.lines}
     for record, name in zip(comparison.records, labels(comparison.records), strict=True):
         by_name[name].append(record)
-    colours = dict(zip(by_name, cycle(COLOURS)))
+    colours = _colours(by_name)
     selecting = {
         name: records
         for name, records in by_name.items()
@@ -88,7 +88,7 @@ def _by_domain(
                 meta=domain,  # the page shows one at a time
                 line_color=colours[name],
             )
-    figure.update_layout(xaxis_title="batch", yaxis_title=unit)
+    figure.update_layout(xaxis_title="batch", yaxis_title=unit, xaxis_tickformat="d")
     return figure
 
 
@@ -206,7 +206,7 @@ def _term(by_term: Mapping[str, Any]) -> Any:
 
 def _domain(record: Record) -> str:
     domains = record.protocol["domains"]
-    return domains[0].rpartition("-")[0] or domains[0] if len(domains) == 1 else "all domains"
+    return domain_name(domains[0]) if len(domains) == 1 else "all domains"
 
 
 def _mean(curves: Sequence[Sequence[float | None]]) -> list[float | None]:
@@ -217,3 +217,15 @@ def _mean(curves: Sequence[Sequence[float | None]]) -> list[float | None]:
         known = [value for value in here if value is not None and math.isfinite(value)]
         means.append(sum(known) / len(known) if known else None)
     return means
+
+
+def _colours(names: Iterable[str]) -> Colours:
+    """A colour for each method; of several with the same spec, the first has the spec's."""
+    others, taken, found = cycle(_OTHERS), set[str](), {}
+    for name in names:
+        spec = name.partition(" ")[0]
+        host, _, plus = spec.partition("+")
+        colour = (_STRONG if plus else _PALE).get(host)
+        found[name] = colour if colour and spec not in taken else next(others)
+        taken.add(spec)
+    return found

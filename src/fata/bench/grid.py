@@ -15,6 +15,7 @@ from fata.bench.cell import RESETTING, Cell
 from fata.data import Dataset
 from fata.data.scenarios import SCENARIOS
 from fata.methods import parse
+from fata.presets import check_rate
 from fata.structure import near
 
 
@@ -71,26 +72,38 @@ class Grid:
                     )  # fmt: skip
 
 
-def read(path: Path) -> Grid:
-    """A grid from a YAML or TOML file, whose keys are the fields of `Grid`."""
+def read(path: Path) -> dict[str, Any]:
+    """Fields of a `Grid`, from a YAML or TOML file with these keys."""
     if not path.exists():
         raise GridError(f"there is no file {str(path)!r}.")
     try:
         content = _parsed(path)
     except Exception as error:  # of whichever parser
         raise GridError(f"cannot read {str(path)!r}: {error}") from error
-    known = {field.name: field for field in dataclasses.fields(Grid)}
     if not isinstance(content, Mapping):
         raise GridError(f"{str(path)!r}: expected keys such as models and methods.")
+    known = {field.name: str(field.type) for field in dataclasses.fields(Grid)}
     if unknown := [name for name in content if name not in known]:
         raise GridError(
             f"{str(path)!r} has no use for {unknown[0]!r}: the keys are {', '.join(known)}."
             f"{near(str(unknown[0]), known)}"
         )
-    if "models" not in content:
-        raise GridError(f"{str(path)!r}: models is missing.")
-    fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in content.items()}
-    return Grid(**fields)
+    return {name: _typed(path, name, known[name], value) for name, value in content.items()}
+
+
+def _typed(path: Path, name: str, kind: str, value: Any) -> Any:
+    """A value as the field takes it; one alone may stand for a list of one."""
+    scalar = {"int": int, "str": str, "bool": bool}[
+        kind.removeprefix("tuple[").split()[0].strip(",")
+    ]
+    values = value if isinstance(value, list) else [value]
+    fine = all(type(one) is scalar for one in values)
+    if kind.startswith("tuple") and fine:
+        return tuple(values)
+    if not fine or isinstance(value, list):
+        many = "a list of " if kind.startswith("tuple") else ""
+        raise GridError(f"{str(path)!r}: {name}: expected {many}{scalar.__name__}, got {value!r}.")
+    return value
 
 
 def _parsed(path: Path) -> Any:
@@ -109,6 +122,7 @@ def _method(text: str) -> tuple[str, dict[str, Any]]:
     """A spec and its fields, of which the rate is one; refuses what no method has."""
     spec, fields = _with_fields(text)
     try:
+        check_rate(fields.get("lr"))
         parse(spec, **{k: v for k, v in fields.items() if k not in ("lr", "params")})
     except (TypeError, ValueError) as error:
         raise GridError(f"method {text!r}: {error}") from error

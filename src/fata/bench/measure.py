@@ -39,6 +39,7 @@ def measure(
     whole, tail = passes(adapter, torch.rand(1, 3, size, size, device=device))
     parts: list[list[Tensor]] = []
     damaged: list[str] = []
+    domains: list[str] = []  # of each row
     clock = Clock(device)
     right = torch.zeros((), dtype=torch.int64, device=device)
     seen, told = 0, time.perf_counter()
@@ -50,19 +51,17 @@ def measure(
         parts.append(_columns(logits, batch.labels, adapter.selected))
         right += parts[-1][0].eq(parts[-1][1]).sum()
         damaged += batch.damaged
+        domains += map(str, batch.domains)
         seen += len(images)
         if time.perf_counter() - told > 0.5:  # a figure waits for the device
             told = time.perf_counter()
             tick(seen, right.item() / seen)
-    if not seen:
-        raise ValueError(f"the stream has no whole picture: {damaged[0]}")
-    place = torch.cat([stream.domain[first:last] for first, last, _ in stream.spans])
     rows = Rows(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
     counts = adapter.counts
     times = clock.read()
     return {
         **summary(rows, loaded.classes, tuple(counts["selected"]), stream.batch_size),
-        "domains": _by_domain(rows, place, stream) if not damaged else None,
+        "domains": _by_domain(rows, domains),
         "damaged": len(damaged),
         "counts": counts,
         "macs": dataclasses.asdict(effective(counts, whole, tail)),
@@ -113,12 +112,11 @@ def _columns(logits: Tensor, labels: Tensor, selected: dict[str, Tensor]) -> lis
     return [labels, prediction, sure, entropy(logits), host, plus]
 
 
-def _by_domain(rows: Rows, place: Tensor, stream: Stream) -> dict[str, float]:
-    right = rows.label == rows.prediction
-    return {
-        str(domain): 100 * right[place == number].float().mean().item()
-        for number, domain in enumerate(stream.domains)
-    }
+def _by_domain(rows: Rows, domains: list[str]) -> dict[str, float]:
+    right: dict[str, list[bool]] = {}
+    for domain, one in zip(domains, rows.right.tolist(), strict=True):
+        right.setdefault(domain, []).append(one)
+    return {domain: 100 * sum(flags) / len(flags) for domain, flags in right.items()}
 
 
 def _quantile(times: list[float], share: float) -> float:

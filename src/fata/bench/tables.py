@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fata.bench.store import Record
-from fata.corruptions import NAMES
+from fata.corruptions import BY_NAME, NAMES
 from fata.methods import SPECS
 
 GROUPS = {
@@ -64,7 +64,7 @@ class Comparison:
     model: str
     data: str
     scenario: str
-    severity: int
+    severity: int | None  # None: of folders, which have none
     columns: tuple[str, ...]
     lines: tuple[Line, ...]
     records: tuple[Record, ...] = field(repr=False)
@@ -72,14 +72,17 @@ class Comparison:
     @property
     def title(self) -> str:
         """What is compared."""
-        return f"{self.model}, {self.data}, {self.scenario}, severity {self.severity}"
+        severity = "" if self.severity is None else f", severity {self.severity}"
+        return f"{self.model}, {self.data}, {self.scenario}{severity}"
 
     def rank(self, column: str, line: Line) -> int:
         """1 for the best mean of a column, 2 for the second best, 0 for the others."""
-        means = sorted({round(v.mean, 2) for one in self.lines if (v := one.at(column))})[::-1]
         value = line.at(column)
-        place = means.index(round(value.mean, 2)) + 1 if value else 0
-        return place if place <= 2 and len(means) > 1 else 0
+        if value is None:
+            return 0
+        means = [round(v.mean, 2) for one in self.lines if (v := one.at(column))]
+        better = sum(mean > round(value.mean, 2) for mean in means)
+        return better + 1 if better < 2 and len(set(means)) > 1 else 0
 
 
 def comparisons(records: Iterable[Record]) -> list[Comparison]:
@@ -87,13 +90,25 @@ def comparisons(records: Iterable[Record]) -> list[Comparison]:
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         about = record.protocol
-        at = (about["model"], about["data"]["data"], _scenario(about), about["severity"])
+        severity = about["severity"] if _has_severity(about) else None
+        exact = (about["weights"]["sha256"], about["data"].get("corruptions"))  # never mixed up
+        at = (about["model"], about["data"]["data"], _scenario(about), severity, exact)
         groups.setdefault(at, []).append(record)
     tables = []
-    for (model, data, scenario, severity), group in groups.items():
+    for (model, data, scenario, severity, _), group in groups.items():
         columns, lines = _lines(group)
         tables.append(Comparison(model, data, scenario, severity, columns, lines, tuple(group)))
     return tables
+
+
+def domain_name(domain: str) -> str:
+    """A domain without its severity; folders may have names that end in a number."""
+    name, _, severity = domain.rpartition("-")
+    return name if name in BY_NAME and severity.isdecimal() else domain
+
+
+def _has_severity(protocol: Mapping[str, Any]) -> bool:
+    return any(domain_name(domain) != domain for domain in protocol["domains"])
 
 
 def _scenario(protocol: Mapping[str, Any]) -> str:
@@ -107,9 +122,8 @@ def _lines(records: Sequence[Record]) -> tuple[tuple[str, ...], tuple[Line, ...]
     names = labels(records)
     found: dict[str, dict[str, dict[int, tuple[float, bool]]]] = {}
     for record, name in zip(records, names, strict=True):
-        domains = record.result["domains"] or {"all": record.result["accuracy"]}
-        for domain, accuracy in domains.items():
-            column = domain.rpartition("-")[0] or domain
+        for domain, accuracy in record.result["domains"].items():
+            column = domain_name(domain)
             cell = (accuracy, record.result["collapsed_at"] is not None)
             seeds = found.setdefault(name, {}).setdefault(column, {})
             seeds[record.protocol["seed"]] = cell

@@ -81,6 +81,10 @@ class Workshop:
             adapter.reset()
             adapter.unwrap()
 
+    def lacks_fisher(self, cell: Cell) -> bool:
+        """Whether the method has a penalty, but nothing to compute it from."""
+        return cell.wants_fisher(self.model(cell.model)) and self._clean(cell) is None
+
     def _clean(self, cell: Cell) -> Dataset | None:
         """Where clean images for EATA's penalty are, if anywhere."""
         if not cell.wants_fisher(self.model(cell.model)):

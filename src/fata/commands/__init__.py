@@ -1,5 +1,7 @@
 """The commands of `fata`, one file each."""
 
+import torch
+import typer
 from rich.console import Console
 
 console = Console()
@@ -8,3 +10,14 @@ console = Console()
 def say(text: str) -> None:
     """Print a line as it is: nothing coloured, nothing broken."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def chosen_device(name: str | None) -> str:
+    """A device that is there; by default a GPU where there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=name)
+    except (AssertionError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+        raise typer.BadParameter(f"no device {name!r}: {why}") from error
+    return name

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.progress import (
     BarColumn,
@@ -18,14 +15,15 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from fata.bench.cell import Cell, key
 from fata.bench.grid import Grid, GridError, read
 from fata.bench.run import Task, estimate, missing, run
 from fata.bench.store import Store, StoreError
+from fata.bench.tables import comparisons
 from fata.bench.workshop import Workshop
-from fata.commands import console, say
+from fata.commands import chosen_device, console, say
+from fata.commands.tables import show
 from fata.data import DataError
 from fata.data import open as open_data
 from fata.zoo import ZooError
@@ -33,29 +31,47 @@ from fata.zoo import ZooError
 
 def bench(
     model: Annotated[
-        str | None, typer.Option(help="Models, by comma: mini_resnet_gn, resnet50_gn, timm:...")
+        str | None,
+        typer.Option("--model", "--models", help="By comma: mini_resnet_gn, timm:NAME.TAG, ..."),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Data sets, by comma: embedded, imagenet-c:DIR, ...")
     ] = None,
     methods: Annotated[
-        str | None, typer.Option(help="By comma, with fields: eata,eata+fata:sigma=0.5:lr=1e-3")
+        str | None,
+        typer.Option(
+            "--methods", "--method", help="By comma, with fields: eata,eata+fata:sigma=0.5:lr=1e-3"
+        ),
     ] = None,
     scenario: Annotated[
-        str | None, typer.Option(help="By comma: normal, bs1, label-shift:ratio=1000, mixed, ...")
+        str | None,
+        typer.Option(
+            "--scenario", "--scenarios", help="By comma: normal, bs1, label-shift:ratio=1000, ..."
+        ),
     ] = None,
     domains: Annotated[
-        str | None, typer.Option(help="Corruptions or folders, by comma; all, if not given.")
+        str | None,
+        typer.Option(
+            "--domains", "--domain", help="Corruptions or folders, by comma; all, if not given."
+        ),
     ] = None,
-    severity: Annotated[str | None, typer.Option(help="Severities, by comma; 5.")] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="How many orders; 1.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="64; 1 for bs1.")] = None,
-    images: Annotated[int | None, typer.Option(min=1, help="Of each domain; all.")] = None,
+    severity: Annotated[
+        str | None, typer.Option("--severity", "--severities", help="By comma; 5, if not given.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Number of orders of the images; 1, if not given.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="64, if not given; 1 for bs1.")
+    ] = None,
+    images: Annotated[
+        int | None, typer.Option(min=1, help="Number of each domain; all, if not given.")
+    ] = None,
     jpeg: Annotated[
         bool | None, typer.Option("--jpeg", help="Made corruptions go through JPEG.")
     ] = None,
     fisher: Annotated[
-        str | None, typer.Option(help="Data with clean images for EATA; the data itself.")
+        str | None, typer.Option(help="Data with clean images for EATA, where --data has none.")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A grid in YAML or TOML; flags go over it.")
@@ -95,8 +111,7 @@ def bench(
         "fisher": fisher,
     }
     given = {name: value for name, value in flags.items() if value is not None}
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = chosen_device(device)
     try:
         grid = _grid(config, given)
         workshop = Workshop(device, grid.jpeg, grid.fisher, workers, skip_damaged)
@@ -105,7 +120,12 @@ def bench(
         tasks = missing(cells, results, workshop, again)
     except (GridError, DataError, ZooError, StoreError) as error:
         raise typer.BadParameter(str(error)) from error
-    console.print(f"{len(cells)} cells, {len(cells) - len(tasks)} of them in {store}")
+    say(f"{len(cells)} cells, {len(cells) - len(tasks)} of them in {store}")
+    if any(workshop.lacks_fisher(task.cell) for task in tasks):
+        say(
+            "EATA has no clean images for its Fisher penalty and runs without it: give --fisher "
+            "SPEC, or fisher_alpha=0 to mean it"
+        )
     if dry_run:
         for task in tasks:
             say(f"  {task.cell}")
@@ -126,7 +146,9 @@ def bench(
             f"command goes on from there"
         )
         raise typer.Exit(130) from None
-    _summary(results, {key(workshop.protocol(cell)) for cell in cells})
+    wanted = {key(workshop.protocol(cell)) for cell in cells}
+    for table in comparisons(record for record in results if record.key in wanted):
+        show(table)
     if watcher.failures:
         for cell, why in watcher.failures:
             console.print(f"[red]failed[/] {cell}: {why}", highlight=False)
@@ -173,10 +195,9 @@ class Show:
         self._over(task)
         if not console.is_terminal:
             fallen = "" if result["collapsed_at"] is None else ", collapsed"
-            console.print(
-                f"{self.finished}/{self.total} {task.cell}: {result['accuracy']:.2f} %{fallen}",
-                highlight=False,
-            )
+            left_out = f", {result['damaged']} damaged left out" if result["damaged"] else ""
+            accuracy = f"{result['accuracy']:.2f} %{fallen}{left_out}"
+            say(f"{self.finished}/{self.total} {task.cell}: {accuracy}")
 
     def failed(self, task: Task, why: str) -> None:
         """Remember why; it is told at the end."""
@@ -190,11 +211,10 @@ class Show:
 
 
 def _grid(config: Path | None, flags: dict[str, Any]) -> Grid:
-    if config is not None:
-        return dataclasses.replace(read(config), **flags)
-    if "models" not in flags:
-        raise GridError("give --model, such as --model mini_resnet_gn, or --config.")
-    return Grid(**flags)
+    fields = {**(read(config) if config else {}), **flags}
+    if "models" not in fields:
+        raise GridError("give --model, such as --model mini_resnet_gn, or models in --config.")
+    return Grid(**fields)
 
 
 def _split(text: str | None) -> tuple[str, ...] | None:
@@ -207,23 +227,3 @@ def _severity(text: str) -> int:
     if text not in ("1", "2", "3", "4", "5"):
         raise typer.BadParameter(f"severity {text!r}: choose from 1, 2, 3, 4, 5.")
     return int(text)
-
-
-def _summary(store: Store, keys: set[str]) -> None:
-    """Mean accuracy by method, over the grid's domains and seeds."""
-    found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    for record in store:
-        if record.key in keys:
-            at = (record.protocol["model"], record.protocol["scenario"]["name"])
-            rows = found.setdefault(at, {})
-            rows.setdefault(record.protocol["method"], []).append(record.result["accuracy"])
-    for (model, scenario), rows in found.items():
-        table = Table(title=f"{model}, {scenario}: accuracy in %")
-        for name, justify in (("method", "left"), ("mean", "right"), ("cells", "right")):
-            table.add_column(name, justify=justify)  # type: ignore[arg-type]
-        best = max(statistics.mean(values) for values in rows.values())
-        for method, values in rows.items():
-            mean = statistics.mean(values)
-            style = "bold green" if mean == best else ""
-            table.add_row(method, f"{mean:.2f}", str(len(values)), style=style)
-        console.print(table)

@@ -7,17 +7,16 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.table import Table
 
 from fata.bench.cell import key
-from fata.bench.formats import text
 from fata.bench.grid import Grid
 from fata.bench.run import missing, run
 from fata.bench.store import Store, StoreError
-from fata.bench.tables import AVERAGE, SHORT, Comparison, comparisons
+from fata.bench.tables import comparisons
 from fata.bench.workshop import Workshop
-from fata.commands import console, say
+from fata.commands import say
 from fata.commands.bench import Show
+from fata.commands.tables import show
 from fata.data import open as open_data
 from fata.zoo.embedded import NAMES
 
@@ -73,27 +72,7 @@ def demo(
     wanted = {key(workshop.protocol(cell)) for cell in cells}
     tables = comparisons(record for record in store if record.key in wanted)
     for table in tables:
-        _show(table)
+        show(table)
     report = folder / "report.html"
     report.write_text(page(tables, "fata demo"), encoding="utf-8")
     say(f"report: {report}")
-
-
-def _show(comparison: Comparison) -> None:
-    """The best of a column is green, a gain of FATA green or red, a collapse marked."""
-    columns = (*comparison.columns, AVERAGE)
-    table = Table(title=f"{comparison.title}: accuracy in %", caption="† one class took over")
-    table.add_column("method")
-    for column in (*(SHORT.get(one, one) for one in columns), "gain"):
-        table.add_column(column, justify="right")
-    for line in comparison.lines:
-        cells = [
-            f"[bold green]{text(line.at(column))}[/]"
-            if comparison.rank(column, line) == 1
-            else text(line.at(column))
-            for column in columns
-        ]
-        gain = "" if line.gain is None else f"{line.gain:+.2f}"
-        colour = {"+": "green", "-": "red"}.get(gain[:1], "white")
-        table.add_row(line.method, *cells, f"[{colour}]{gain}[/]", end_section="+" in line.method)
-    console.print(table)

@@ -16,11 +16,17 @@ from fata.commands import console
 def report(
     stores: Annotated[list[Path], typer.Argument(help="Files of results, such as results.db.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="report.html; else the terminal.")
+        Path | None,
+        typer.Option("--output", "-o", help="By default report.html; for the others the terminal."),
     ] = None,
-    kind: Annotated[str, typer.Option("--format", help="html, md, csv or latex.")] = "html",
+    kind: Annotated[
+        str | None,
+        typer.Option("--format", help="html, md, csv or latex; else what the output ends in."),
+    ] = None,
 ) -> None:
     """Tables like the paper's, curves and histograms: one page that needs no network."""
+    suffix = output.suffix.removeprefix(".") if output else ""
+    kind = kind or {"tex": "latex", "markdown": "md", "htm": "html", "": "html"}.get(suffix, suffix)
     if kind not in ("html", *FORMATS):
         raise typer.BadParameter(f"format {kind!r}: choose from html, {', '.join(FORMATS)}.")
     records: dict[str, Record] = {}

@@ -13,7 +13,7 @@ import torch
 import typer
 from rich.progress import Progress
 
-from fata.commands import console, say
+from fata.commands import chosen_device, console, say
 
 if TYPE_CHECKING:
     from fata.training import Epoch
@@ -28,7 +28,9 @@ def train_source(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--out", "-o", help="A .safetensors file, or a folder for the usual names."),
+        typer.Option(
+            "--out", "--output", "-o", help="A .safetensors file, or a folder for the usual names."
+        ),
     ] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's 30.")] = None,
     batch_size: Annotated[
@@ -56,11 +58,7 @@ def train_source(
     from fata.data import DataError
     from fata.data import open as open_data
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=where)
-    except (AssertionError, RuntimeError) as error:
-        raise typer.BadParameter(f"no device {where!r}: {error}") from error
+    where = chosen_device(device)
     try:
         dataset = open_data(data)
         places = training.places(dataset, domain, model, output)

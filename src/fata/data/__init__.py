@@ -61,6 +61,10 @@ def open(
         >>> len(data.classes), len(data.domains)
         (10, 96)
     """
+    if not isinstance(spec, str) or not (fit is None or hasattr(fit, "preprocess")):
+        raise TypeError(
+            "fata.data.open takes a name such as 'embedded', and for fit what fata.zoo.load gives."
+        )
     kind, _, where = spec.partition(":")
     if kind not in KINDS:
         raise DataError(

@@ -154,6 +154,8 @@ def stream(
         fog-5 64 True
         fog-5 36 False
     """
+    if not isinstance(dataset, Dataset):
+        raise TypeError(f"fata.stream takes what fata.data.open gives, not {dataset!r}.")
     if scenario not in SCENARIOS:
         raise DataError(
             f"unknown scenario {scenario!r}: choose one of {', '.join(SCENARIOS)}."

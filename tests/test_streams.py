@@ -1,5 +1,6 @@
 """Streams: what each scenario promises, the same order for all, and batches that are whole."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -520,6 +521,16 @@ for number, batch in enumerate(stream.serve(workers=2)):
 """
 
 
+def interrupted(process):
+    """What a process says to Ctrl-C, and how often it took one: Python may lose one that comes
+    while an object is being destroyed."""
+    for pressed in (1, 2, 3):
+        os.killpg(process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=40)[1], pressed
+    raise AssertionError("it goes on after three times Ctrl-C")
+
+
 def test_ctrl_c_ends_all_processes(pictures):
     """As a terminal sends it: to the whole group, workers too."""
     command = [sys.executable, "-c", FOREVER, str(pictures)]
@@ -527,12 +538,11 @@ def test_ctrl_c_ends_all_processes(pictures):
     with subprocess.Popen(command, start_new_session=True, **pipes) as process:
         try:
             assert process.stdout.readline() == "served\n", process.stderr.read()
-            os.killpg(process.pid, signal.SIGINT)
-            _, errors = process.communicate(timeout=60)
+            errors, pressed = interrupted(process)
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
     assert process.returncode != 0
-    assert errors.count("KeyboardInterrupt") == 1  # none from a worker
+    assert errors.count("KeyboardInterrupt") <= pressed  # none from a worker
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

@@ -216,3 +216,11 @@ def test_two_streams_on_one_model_by_swapping_states():
             shared.load_state_dict(states[stream])
             assert torch.equal(shared(images(16, seed=10 * seed + t)), apart[stream][t])
             states[stream] = shared.state_dict()
+
+
+def test_a_stream_is_no_state(tmp_path):
+    data = fata.data.open("embedded")
+    fata.stream(data, domains=["fog"], images=2).save(tmp_path / "order.safetensors")
+    adapted = fata.adapt(fata.tiny.build("resnet_gn"), "tent")
+    with pytest.raises(fata.StateError, match="this is a stream, not the state"):
+        adapted.load(tmp_path / "order.safetensors")

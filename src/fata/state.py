@@ -69,6 +69,9 @@ def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
     tensors = {name: tensor for name, tensor in packed.items() if name != "meta"}
     if not isinstance(meta, Mapping) or "format" not in meta:
         raise StateError("this is not the state of an adapter: it has no 'meta'")
+    if isinstance(meta["format"], str):  # "model 1", "stream 1"
+        kind = meta["format"].partition(" ")[0]
+        raise StateError(f"this is a {kind}, not the state of an adapter")
     if meta["format"] != FORMAT:
         raise StateError(
             f"the state has format {meta['format']!r}; this version of fata reads {FORMAT}"

@@ -53,4 +53,5 @@ def report(
         output.write_text(content, encoding="utf-8")
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(output)!r}: {error}") from error
-    console.print(f"{output}: {len(tables)} tables of {len(records)} cells")
+    tables_made = "one table" if len(tables) == 1 else f"{len(tables)} tables"
+    console.print(f"{output}: {tables_made} of {len(records)} cells")

@@ -167,6 +167,9 @@ def stream(
         raise DataError(
             f"batch_size={batch_size}: {'bs1 is 1' if batch_size > 0 else 'at least 1'}."
         )
+    for name, value in (("severity", severity), ("seed", seed)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise DataError(f"{name}={value!r}: must be a whole number.")
     if images is not None and images < 1:
         raise DataError(f"images={images}: must be at least 1, or None for all.")
     known = [n for n, p in inspect.signature(SCENARIOS[scenario]).parameters.items() if n != "deck"]

@@ -9,6 +9,7 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
+from fata.bench.figures import figures
 from fata.bench.page import page
 from fata.bench.store import Store
 from fata.bench.tables import AVERAGE, comparisons
@@ -27,7 +28,7 @@ ACCURACY = {
 
 def result(accuracy, terms, collapsed):
     points = {"batch": [1, 2], "accuracy": [accuracy] * 2, "online": [accuracy] * 2}
-    shares = {term: [50.0, 60.0] for term in terms}
+    shares = {term: [30.0, 40.0] if term == "fata" else [50.0, 60.0] for term in terms}
     return {
         "rows": 128,
         "accuracy": accuracy,
@@ -186,6 +187,16 @@ def test_the_page_works_in_a_browser(store, tmp_path):
     assert "data-error" not in filtered
     hidden = re.findall(r'<tr data-method="([^"]*)"[^>]*hidden', filtered)
     assert hidden == ["tent+fata"]
+
+
+def test_figures_show_what_fata_selects(store):
+    """Whatever the order in which the store gives back the terms."""
+    (table,) = comparisons(store)
+    drawn = {
+        trace.name: list(trace.y) for trace in figures(table)["Selected rows over the stream"].data
+    }
+    assert drawn["sar"] == [50.0, 60.0]
+    assert drawn["sar+fata"] == drawn["tent+fata"] == [30.0, 40.0]
 
 
 def test_the_page_needs_no_network(store):

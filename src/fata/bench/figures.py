@@ -65,10 +65,8 @@ def _over_time(by_name: Runs, colours: Colours, what: str, unit: str) -> go.Figu
 
 
 def _shares(by_name: Runs, colours: Colours, what: str, unit: str) -> go.Figure:
-    """As above, of the term that selects most: FATA where it is there, else the host."""
-    return _by_domain(
-        by_name, colours, lambda result: list(result["curve"][what].values())[-1], unit
-    )
+    """As above, of FATA's selection where it is there, else the host's."""
+    return _by_domain(by_name, colours, lambda result: _term(result["curve"][what]), unit)
 
 
 def _by_domain(

@@ -270,7 +270,7 @@ def test_other_files_with_a_description_are_refused(vit, tmp_path):
     save_file(state, vit.path, {"meta": '{"format": "model 1", "arch": "test_vit"}'})
     refused("its description is not whole", vit.path)
     checkpoint.save(vit.path, vit.model, arch="test_vit", preprocess=PLAIN)
-    with pytest.raises(fata.StateError, match="format 'model 1'"):
+    with pytest.raises(fata.StateError, match="this is a model, not the state"):
         adapter.load(vit.path)
 
 

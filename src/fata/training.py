@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor, nn
 
-from fata.data.dataset import Dataset, Domain, Files
+from fata.data.dataset import Dataset, Domain, Files, data_name
 from fata.data.errors import DataError
-from fata.data.serve import read
+from fata.data.serve import read, refuse
 from fata.outputs import logits_of
 from fata.presets import is_transformer_like
 from fata.structure import listed, near
@@ -153,7 +153,7 @@ def train_source(
     plan = _Plan(pictures, loaded.preprocess, recipe)
     facts = {
         **asdict(recipe),
-        "data": _data_name(dataset.spec),
+        "data": data_name(dataset.spec),
         "domain": domain,
         "images": pictures.digest,
         "learned_from": len(plan.learned),
@@ -243,7 +243,7 @@ def places(dataset: Dataset, domain: str | None, model: str, out: Path | None) -
 
 def _file_name(model: str, data: str, domain: str) -> str:
     start = re.sub(r"\.(safetensors|pth|pt)\b", "", Path(model).name)
-    return re.sub(r"[^\w.]+", "-", f"{start}-{_data_name(data)}-{domain}") + ".safetensors"
+    return re.sub(r"[^\w.]+", "-", f"{start}-{data_name(data)}-{domain}") + ".safetensors"
 
 
 def _make_folder(folder: Path) -> None:
@@ -263,12 +263,6 @@ def _check_writable(out: Path) -> None:
         tempfile.TemporaryFile(dir=out.parent).close()
     except OSError as error:
         raise OSError(f"cannot write {str(out)!r}: {error.strerror}") from error
-
-
-def _data_name(spec: str) -> str:
-    """What data is called in a file that may travel: its kind, or its folder without the way."""
-    kind, _, folder = spec.partition(":")
-    return Path(folder).expanduser().resolve().name if kind == "folder" else kind
 
 
 def _versions() -> dict[str, str]:
@@ -456,11 +450,8 @@ def _served(
     rows = ([(place, one) for one in index.tolist()] for place, index in plan.batches)
     with closing(read(plan.sources, rows, len(plan.batches), device, workers)) as decoded:
         for (_, index), (pixels, broken) in zip(plan.batches, decoded, strict=True):
-            if broken and not skip_damaged:
-                raise DataError(
-                    f"damaged picture {next(iter(broken.values()))}. skip_damaged=True "
-                    f"(--skip-damaged) counts such pictures and goes on."
-                )
+            if not skip_damaged:
+                refuse(broken)
             damaged.update(dict.fromkeys(broken.values()))
             whole = torch.tensor([row not in broken for row in range(len(index))])
             labels = plan.labels[index[whole] % len(plan.labels)]

@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import fata
 from fata.adapter import Adapter, adapt
 from fata.corruptions import BY_NAME
 from fata.data import Dataset, Stream, stream
+from fata.data.dataset import data_name
 from fata.fisher import FisherData
 from fata.methods import describe, parse
 from fata.zoo import Loaded
@@ -104,7 +104,7 @@ class Cell:
             "classes": loaded.classes,
             "data": {
                 **dataset.provenance,
-                "data": _data_name(self.data),
+                "data": data_name(self.data),
                 "images": {str(d): dataset.of(d).digest for d in order.domains},
             },
             "scenario": {"name": self.scenario, **self.options},
@@ -122,12 +122,6 @@ class Cell:
             "fisher": fisher if method.wants_fisher else None,
             "fata": fata.__version__,
         }
-
-
-def _data_name(spec: str) -> str:
-    """What data is called wherever it lies: its kind, or the folder's own name."""
-    kind, _, folder = spec.partition(":")
-    return Path(folder).expanduser().resolve().name if kind == "folder" else kind
 
 
 def key(protocol: Mapping[str, Any]) -> str:

@@ -165,6 +165,12 @@ class Dataset:
         )
 
 
+def data_name(spec: str) -> str:
+    """What data is called wherever it lies: its kind, or the folder's own name."""
+    kind, _, folder = spec.partition(":")
+    return Path(folder).expanduser().resolve().name if kind == "folder" else kind
+
+
 MADE = (Domain(CLEAN), *(Domain(name, severity) for name in BY_NAME for severity in SEVERITIES))
 
 

@@ -54,11 +54,8 @@ def batches(
     rows = (_rows(stream, first, last) for first, last, _ in spans)
     with closing(read(sources, rows, len(spans), device, workers)) as decoded:
         for (first, last, starts), (pictures, broken) in zip(spans, decoded, strict=True):
-            if broken and not skip_damaged:
-                raise DataError(
-                    f"damaged picture {next(iter(broken.values()))}. skip_damaged=True "
-                    f"(--skip-damaged) counts such pictures and goes on."
-                )
+            if not skip_damaged:
+                refuse(broken)
             reset |= starts
             damaged += broken.values()
             if len(broken) == last - first:
@@ -104,6 +101,15 @@ def read(
         worker_init_fn=_quiet,
         generator=torch.Generator(),  # a loader draws a seed; not from the caller's generator
     )
+
+
+def refuse(broken: Broken) -> None:
+    """An error that names the first damaged picture, where there is one."""
+    for why in broken.values():
+        raise DataError(
+            f"damaged picture {why}. skip_damaged=True (--skip-damaged) counts such pictures and "
+            f"goes on."
+        )
 
 
 class _Pictures(TorchDataset[tuple[Tensor, Broken]]):

@@ -326,10 +326,10 @@ def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, workshop, monkeypa
     cells = cells_of()
     store, notes, real = Store(tmp_path / "r.db"), Notes(), Workshop.run
 
-    def fragile(self, cell, tick):
+    def fragile(self, cell, tick, following):
         if cell.method == "tent":
             raise RuntimeError("no memory")
-        return real(self, cell, tick)
+        return real(self, cell, tick, following)
 
     monkeypatch.setattr(Workshop, "run", fragile)
     run(missing(cells, store, workshop, False), store, workshop, notes)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from fata.data.dataset import Dataset, Domain, Files, data_name
 from fata.data.errors import DataError
-from fata.data.serve import read, refuse
+from fata.data.serve import read, refuse, whole_rows
 from fata.outputs import logits_of
 from fata.presets import is_transformer_like
 from fata.structure import listed, near
@@ -453,7 +453,7 @@ def _served(
             if not skip_damaged:
                 refuse(broken)
             damaged.update(dict.fromkeys(broken.values()))
-            whole = torch.tensor([row not in broken for row in range(len(index))])
+            whole = whole_rows(broken, len(index))
             labels = plan.labels[index[whole] % len(plan.labels)]
             images = pixels.to(device, non_blocking=True).float().div_(255)
             yield plan.preprocess.normalise(images), labels.to(device, non_blocking=True)

@@ -6,7 +6,7 @@ import dataclasses
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from fata.adapter import Adapter
 from fata.bench.cost import effective, passes
 from fata.bench.summary import Rows, summary
-from fata.data import Stream
+from fata.data import Samples, Stream
 from fata.losses import entropy
 from fata.zoo import Loaded
 
@@ -26,11 +26,9 @@ def measure(
     adapter: Adapter,
     loaded: Loaded,
     stream: Stream,
+    batches: Iterable[Samples],
     device: torch.device,
     tick: Tick,
-    *,
-    workers: int | None = None,
-    skip_damaged: bool = False,
 ) -> dict[str, Any]:
     """Run a stream through an adapter; what the results store keeps of it."""
     if device.type == "cuda":
@@ -43,7 +41,7 @@ def measure(
     clock = Clock(device)
     right = torch.zeros((), dtype=torch.int64, device=device)
     seen, told = 0, time.perf_counter()
-    for batch in stream.serve(device, workers=workers, skip_damaged=skip_damaged):
+    for batch in batches:
         images = loaded.preprocess.normalise(batch.images)
         clock.start()
         logits = adapter(images)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import zip_longest
 from multiprocessing.process import BaseProcess
 from queue import Empty
 from typing import Any, NamedTuple, Protocol
@@ -16,6 +18,8 @@ import torch
 from fata.bench.cell import Cell, circumstances, key
 from fata.bench.store import Store
 from fata.bench.workshop import Workshop
+
+Group = tuple[str, str, tuple[str, ...]]  # cells that meet the same pictures with one model
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,10 @@ def run(
         _in_processes(tasks, store, workshop, watcher, min(jobs, len(tasks)))
         return
     here = circumstances(torch.device(workshop.device))
-    for task in tasks:
+    following = [task.cell for task in tasks[1:]]
+    for task, then in zip_longest(tasks, following):
         try:
-            result = workshop.run(task.cell, partial(watcher.tick, task))
+            result = workshop.run(task.cell, partial(watcher.tick, task), then)
         except Exception as error:
             watcher.failed(task, _told(error))
             continue
@@ -98,50 +103,111 @@ def run(
 def _in_processes(
     tasks: Sequence[Task], store: Store, workshop: Workshop, watcher: Watcher, jobs: int
 ) -> None:
-    """Workers measure; this process alone writes and shows."""
+    """Workers measure; this process alone hands out, writes and shows."""
     context = multiprocessing.get_context("spawn")
-    todo, news = context.Queue(), context.Queue()
-    for number, task in enumerate(tasks):
-        todo.put((number, task.cell))
-    for _ in range(jobs):
-        todo.put(None)
-    bare = Workshop(
-        workshop.device, workshop.jpeg, workshop.fisher, workshop.workers, workshop.skip_damaged
-    )
+    news = context.Queue()
     threads = max(1, torch.get_num_threads() // jobs)
-    workers = [
-        context.Process(target=_work, args=(bare, threads, todo, news), daemon=False)
-        for _ in range(jobs)
-    ]
-    for worker in workers:
-        worker.start()
+    bare = Workshop(
+        workshop.device,
+        workshop.jpeg,
+        workshop.fisher,
+        threads if workshop.workers is None else workshop.workers,
+        workshop.skip_damaged,
+        workshop.share / jobs,
+    )
+    todo = Todo(tasks)
+    hands = []
+    for name in range(jobs):
+        inbox = context.SimpleQueue()
+        process = context.Process(target=_work, args=(bare, threads, name, inbox, news))
+        hands.append(Hand(process, inbox))
+    for hand in hands:
+        hand.process.start()
+        for _ in range(2):  # one to run, and one to decode meanwhile
+            hand.give(todo)
     try:
-        _follow(tasks, store, watcher, news, workers)
+        _follow(tasks, todo, store, watcher, news, hands)
     finally:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
+        for hand in hands:
+            hand.process.terminate()
+        for hand in hands:
+            hand.process.join()
+
+
+class Todo:
+    """Tasks not handed out yet; who has met certain pictures gets more of those."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.left: dict[Group, deque[int]] = {}
+        for number, task in enumerate(tasks):
+            self.left.setdefault(_group(task.cell), deque()).append(number)
+        self.tasks = tasks
+        self._given: Counter[Group] = Counter()
+
+    def next(self, last: Group | None) -> int | None:
+        """The number of a task; of the same pictures as the last, if there is one."""
+        if last not in self.left:
+            if not self.left:
+                return None
+            last = min(self.left, key=lambda group: self._given[group] / len(self.left[group]))
+        self._given[last] += 1
+        number = self.left[last].popleft()
+        if not self.left[last]:
+            del self.left[last]
+        return number
+
+
+@dataclass
+class Hand:
+    """A worker: its process, and the tasks that it has, the first of them running."""
+
+    process: BaseProcess
+    inbox: Any
+    has: deque[int] = field(default_factory=deque)
+    last: Group | None = None
+
+    def give(self, todo: Todo) -> None:
+        """Another task, where there is one; else the word that there is none."""
+        number = todo.next(self.last)
+        if number is None:
+            self.inbox.put(None)
+            return
+        self.last = _group(todo.tasks[number].cell)
+        self.has.append(number)
+        self.inbox.put((number, todo.tasks[number].cell))
+
+
+def _group(cell: Cell) -> Group:
+    return cell.model, cell.data, cell.domains
 
 
 def _follow(
-    tasks: Sequence[Task], store: Store, watcher: Watcher, news: Any, workers: Sequence[BaseProcess]
+    tasks: Sequence[Task],
+    todo: Todo,
+    store: Store,
+    watcher: Watcher,
+    news: Any,
+    hands: Sequence[Hand],
 ) -> None:
-    left = set(range(len(tasks)))
-    while left:
+    while todo.left or any(hand.has for hand in hands):
         try:
-            number, what, *facts = news.get(timeout=1)
+            name, number, what, *facts = news.get(timeout=1)
         except Empty:
-            if not any(worker.is_alive() for worker in workers):
-                for number in sorted(left):
+            ended = [hand for hand in hands if not hand.process.is_alive()]
+            for number in [number for hand in ended for number in hand.has]:
+                watcher.failed(tasks[number], "its process was ended from outside")
+            for hand in ended:
+                hand.has.clear()
+            if len(ended) == len(hands):
+                while (number := todo.next(None)) is not None:
                     watcher.failed(tasks[number], "its process was ended from outside")
-                return
             continue
         task = tasks[number]
         if what == "tick":
             watcher.tick(task, *facts)
             continue
-        left.discard(number)
+        hands[name].has.remove(number)
+        hands[name].give(todo)
         if what == "failed":
             watcher.failed(task, *facts)
         else:
@@ -150,23 +216,26 @@ def _follow(
             watcher.done(task, result)
 
 
-def _work(workshop: Workshop, threads: int, todo: Any, news: Any) -> None:
+def _work(workshop: Workshop, threads: int, name: int, inbox: Any, news: Any) -> None:
     """A worker: cell after cell, until there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that shows ends its workers
     torch.set_num_threads(threads)
     here = circumstances(torch.device(workshop.device))
-    while (item := todo.get()) is not None:
+    item = inbox.get()
+    while item is not None:
         number, cell = item
+        item = inbox.get()
+        following = None if item is None else item[1]
         try:
-            result = workshop.run(cell, partial(_tell, news, number))
+            result = workshop.run(cell, partial(_tell, news, name, number), following)
         except Exception as error:
-            news.put((number, "failed", _told(error)))
+            news.put((name, number, "failed", _told(error)))
         else:
-            news.put((number, "done", here, result))
+            news.put((name, number, "done", here, result))
 
 
-def _tell(news: Any, number: int, seen: int, accuracy: float) -> None:
-    news.put((number, "tick", seen, accuracy))
+def _tell(news: Any, name: int, number: int, seen: int, accuracy: float) -> None:
+    news.put((name, number, "tick", seen, accuracy))
 
 
 def _told(error: Exception) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,10 @@ from torch import Tensor
 from fata import zoo
 from fata.bench.cell import FISHER_IMAGES, Cell
 from fata.bench.measure import Tick, measure
-from fata.data import CLEAN, DataError, Dataset, Domain, open, stream
+from fata.bench.shelf import Shelf, free_memory
+from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, stream
+from fata.data.dataset import Files
+from fata.data.serve import Decoded
 from fata.zoo import Loaded
 
 
@@ -26,6 +31,7 @@ class Workshop:
         fisher: data with clean images for EATA; None: the cell's own, where they are there.
         workers: processes that decode pictures; None: a few.
         skip_damaged: leave damaged pictures out, and count them.
+        share: of the device's free memory, for pictures that several cells meet.
     """
 
     device: str = "cpu"
@@ -33,9 +39,12 @@ class Workshop:
     fisher: str | None = None
     workers: int | None = None
     skip_damaged: bool = False
+    share: float = 0.25
     _models: dict[str, Loaded] = field(default_factory=dict, repr=False)
     _data: dict[tuple[str, str], Dataset] = field(default_factory=dict, repr=False)
     _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
+    _shelf: Shelf | None = field(default=None, repr=False)
+    _ahead: tuple[Cell, Future[Decoded]] | None = field(default=None, repr=False)
 
     def model(self, name: str) -> Loaded:
         """A model, on the device; one at a time."""
@@ -61,25 +70,44 @@ class Workshop:
             fisher = f"{FISHER_IMAGES} of {clean.of(Domain(CLEAN)).digest}, batches of 64"
         return cell.protocol(self.model(cell.model), self.data(cell.data, cell.model), fisher)
 
-    def run(self, cell: Cell, tick: Tick) -> dict[str, Any]:
-        """Measure a cell; the model is its source again afterwards."""
-        loaded, dataset = self.model(cell.model), self.data(cell.data, cell.model)
+    def run(self, cell: Cell, tick: Tick, following: Cell | None = None) -> dict[str, Any]:
+        """Measure a cell; the model is its source again afterwards.
+
+        The pictures of the `following` one are decoded meanwhile, where they are files.
+        """
+        loaded = self.model(cell.model)
+        stream = cell.stream(self.data(cell.data, cell.model))
+        if self._ahead is not None and self._ahead[0] == cell:
+            decoded = self._ahead[1].result()
+        else:
+            decoded = self._begin(cell, stream)()
+        self._ahead = None
+        if following is not None and following.model == cell.model:
+            self._look_ahead(following)
+        device = torch.device(self.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # EATA without Fisher is in the protocol
             adapter = cell.adapter(loaded, self._information(cell))
         try:
-            return measure(
-                adapter,
-                loaded,
-                cell.stream(dataset),
-                torch.device(self.device),
-                tick,
-                workers=self.workers,
-                skip_damaged=self.skip_damaged,
-            )
+            batches = serve.batches(stream, decoded, device, self.skip_damaged)
+            return measure(adapter, loaded, stream, batches, device, tick)
         finally:
             adapter.reset()
             adapter.unwrap()
+
+    def _begin(self, cell: Cell, stream: Stream) -> Callable[[], Decoded]:
+        if self._shelf is None:
+            self._shelf = Shelf(int(self.share * free_memory(torch.device(self.device))))
+        size = self.model(cell.model).preprocess.size
+        return self._shelf.begin(stream, size, torch.device(self.device), self.workers)
+
+    def _look_ahead(self, cell: Cell) -> None:
+        """Decode what a cell will meet, while another one runs."""
+        stream = cell.stream(self.data(cell.data, cell.model))
+        if any(isinstance(stream.dataset.of(domain), Files) for domain in stream.domains):
+            pool = ThreadPoolExecutor(1)
+            self._ahead = (cell, pool.submit(self._begin(cell, stream)))
+            pool.shutdown(wait=False)
 
     def lacks_fisher(self, cell: Cell) -> bool:
         """Whether the method has a penalty, but nothing to compute it from."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Row = tuple[int, int]  # which source, and which of its pictures
 Broken = dict[int, str]  # what is wrong with a row's picture
+Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole pictures, others
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +44,14 @@ class Samples:
 
 
 def batches(
-    stream: Stream, device: torch.device, workers: int | None, skip_damaged: bool
+    stream: Stream, decoded: Decoded, device: torch.device, skip_damaged: bool
 ) -> Iterator[Samples]:
     """Every batch of a stream; one without a whole picture is left out."""
     held: Samples | None = None  # until it is known whether only damaged pictures follow
     reset = False
     damaged: list[str] = []
-    sources = [stream.dataset.of(domain) for domain in stream.domains]
-    spans = stream.spans
-    rows = (_rows(stream, first, last) for first, last, _ in spans)
-    with closing(read(sources, rows, len(spans), device, workers)) as decoded:
-        for (first, last, starts), (pictures, broken) in zip(spans, decoded, strict=True):
+    with closing(decoded):
+        for (first, last, starts), (images, broken) in zip(stream.spans, decoded, strict=True):
             if not skip_damaged:
                 refuse(broken)
             reset |= starts
@@ -62,11 +60,10 @@ def batches(
                 continue
             if held is not None:
                 yield held
-            whole = torch.tensor([row not in broken for row in range(last - first)])
+            whole = whole_rows(broken, last - first)
             place, index = (part[first:last][whole] for part in (stream.domain, stream.index))
-            images = pictures.to(device, non_blocking=True).float().div_(255)
             held = Samples(
-                _finished(stream.dataset, images, stream.domains, place, index),
+                images,
                 stream.labels[first:last][whole].to(device, non_blocking=True),
                 tuple(stream.domains[number] for number in place.tolist()),
                 index,
@@ -79,19 +76,40 @@ def batches(
     yield replace(held, damaged=(*held.damaged, *damaged))
 
 
+def live(stream: Stream, device: torch.device, workers: int | None) -> Decoded:
+    """Pictures in [0, 1] on the device, decoded and corrupted as they come; begins at once."""
+    sources = [stream.dataset.of(domain) for domain in stream.domains]
+    spans = stream.spans
+    rows = (_rows(stream, first, last) for first, last, _ in spans)
+    pictures = read(sources, rows, len(spans), device, workers)
+    return _finished(stream, pictures, device)
+
+
+def _finished(stream: Stream, pictures: Decoded, device: torch.device) -> Decoded:
+    with closing(pictures):
+        for (first, last, _), (pixels, broken) in zip(stream.spans, pictures, strict=True):
+            whole = whole_rows(broken, last - first)
+            place, index = (part[first:last][whole] for part in (stream.domain, stream.index))
+            images = pixels.to(device, non_blocking=True).float().div_(255)
+            yield _corrupted(stream.dataset, images, stream.domains, place, index), broken
+
+
 def read(
     sources: Sequence[Pictures],
     batches: Iterable[list[Row]],
     count: int,
     device: torch.device,
     workers: int | None,
-) -> Generator[tuple[Tensor, Broken], None, None]:
-    """Bytes of the whole pictures of `count` batches, and what is wrong with the others."""
+) -> Decoded:
+    """Bytes of the whole pictures of `count` batches, and what is wrong with the others.
+
+    Worker processes begin at once, before the first batch is asked for.
+    """
     if workers is None:
         workers = min(8, _cores(), count)
     if all(isinstance(source, Arrays) for source in sources):
         workers = 0
-    yield from DataLoader(
+    loader = DataLoader(
         _Pictures(sources),
         sampler=batches,
         batch_size=None,
@@ -101,6 +119,12 @@ def read(
         worker_init_fn=_quiet,
         generator=torch.Generator(),  # a loader draws a seed; not from the caller's generator
     )
+    return _drained(iter(loader))
+
+
+def _drained(loader: Iterator[tuple[Tensor, Broken]]) -> Decoded:
+    """Closing this ends the worker processes, whoever still holds the frames of an error."""
+    yield from loader
 
 
 def refuse(broken: Broken) -> None:
@@ -110,6 +134,11 @@ def refuse(broken: Broken) -> None:
             f"damaged picture {why}. skip_damaged=True (--skip-damaged) counts such pictures and "
             f"goes on."
         )
+
+
+def whole_rows(broken: Broken, rows: int) -> Tensor:
+    """Which rows of a batch have a picture."""
+    return torch.tensor([row not in broken for row in range(rows)])
 
 
 class _Pictures(TorchDataset[tuple[Tensor, Broken]]):
@@ -135,7 +164,7 @@ def _rows(stream: Stream, first: int, last: int) -> list[Row]:
     return list(zip(places, indices, strict=True))
 
 
-def _finished(
+def _corrupted(
     dataset: Dataset, images: Tensor, domains: Sequence[Domain], place: Tensor, index: Tensor
 ) -> Tensor:
     """Each row corrupted as its domain says, where the disk has only clean pictures."""

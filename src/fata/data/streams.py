@@ -89,7 +89,8 @@ class Stream:
         """
         if workers is not None and workers < 0:
             raise DataError(f"workers={workers}: must be at least 0 (0: decode in this process).")
-        return serve.batches(self, torch.device(device), workers, skip_damaged)
+        place = torch.device(device)
+        return serve.batches(self, serve.live(self, place, workers), place, skip_damaged)
 
     @property
     def provenance(self) -> dict[str, str]:

@@ -1,0 +1,124 @@
+"""Pictures that several cells meet: from the shelf they are what they were live."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import fata
+from fata.bench import shelf as shelves
+from fata.bench.cell import Cell
+from fata.bench.run import Task, Todo
+from fata.bench.shelf import Shelf
+from fata.bench.workshop import Workshop
+from fata.data import serve
+
+CPU = torch.device("cpu")
+SIZE = 32
+
+
+@pytest.fixture
+def folder(tmp_path):
+    draw = np.random.default_rng(0)
+    for kind in ("cat", "dog"):
+        (tmp_path / kind).mkdir()
+        for number in range(5):
+            pixels = draw.integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / kind / f"{number}.png")
+    return tmp_path
+
+
+def seen(stream, decoded, skip_damaged=False):
+    return list(serve.batches(stream, decoded, CPU, skip_damaged))
+
+
+def same(one, other):
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a.images, b.images, rtol=0, atol=1e-6)
+        assert torch.equal(a.labels, b.labels)
+        assert (a.domains, a.damaged, a.reset) == (b.domains, b.damaged, b.reset)
+
+
+@pytest.mark.parametrize("scenario", ["normal", "mixed", "continual", "label-shift"])
+def test_the_shelf_serves_what_comes_live(scenario):
+    data = fata.data.open("embedded")
+    stream = fata.stream(data, scenario, domains=["fog", "contrast", "shot_noise"], images=50)
+    shelf = Shelf(2**30)
+    for _ in range(2):
+        decoded = shelf.begin(stream, SIZE, CPU, 0)()
+        same(seen(stream, decoded), list(stream.serve()))
+
+
+def test_the_second_time_nothing_is_decoded(folder, monkeypatch):
+    data = fata.data.open(f"folder:{folder}")
+    shelf = Shelf(2**30)
+    first = fata.stream(data, domains=["fog"], images=6)
+    seen(first, shelf.begin(first, SIZE, CPU, 0)())
+    asked = []
+    monkeypatch.setattr(shelves, "read", lambda *args: asked.append(args[1]) or serve.read(*args))
+    seen(first, shelf.begin(first, SIZE, CPU, 0)())
+    assert asked == []
+    whole = fata.stream(data, domains=["fog"])
+    same(seen(whole, shelf.begin(whole, SIZE, CPU, 0)()), list(whole.serve(workers=0)))
+    assert len(asked) == 1  # for the four that were not there
+
+
+def test_damaged_pictures_are_told_each_time(folder):
+    (folder / "dog" / "2.png").write_bytes(b"none")
+    stream = fata.stream(fata.data.open(f"folder:{folder}"), domains=["fog"], batch_size=3)
+    shelf = Shelf(2**30)
+    for _ in range(2):
+        decoded = shelf.begin(stream, SIZE, CPU, 0)()
+        same(seen(stream, decoded, True), list(stream.serve(workers=0, skip_damaged=True)))
+        with pytest.raises(fata.data.DataError, match=r"2\.png"):
+            seen(stream, shelf.begin(stream, SIZE, CPU, 0)())
+
+
+def test_what_does_not_fit_comes_live():
+    stream = fata.stream(fata.data.open("embedded"), domains=["fog"], images=50)
+    shelf = Shelf(50 * 3 * SIZE * SIZE * 4 - 1)
+    same(seen(stream, shelf.begin(stream, SIZE, CPU, 0)()), list(stream.serve()))
+    assert not shelf._lots
+
+
+def test_old_pictures_make_room():
+    data = fata.data.open("embedded")
+    shelf = Shelf(2 * 50 * 3 * SIZE * SIZE * 4)
+    for name in ("fog", "contrast", "snow"):
+        stream = fata.stream(data, domains=[name], images=50)
+        seen(stream, shelf.begin(stream, SIZE, CPU, 0)())
+    assert [domain.name for _, domain in shelf._lots] == ["contrast", "snow"]
+
+
+def test_the_next_cells_pictures_are_decoded_ahead(folder):
+    for number, kind in enumerate(("cat", "dog")):
+        (folder / kind).rename(folder / str(number))
+    cells = [
+        Cell("mini_resnet_bn", f"folder:{folder}", "normal", (name,), 5, "norm", 0)
+        for name in ("fog", "contrast")
+    ]
+    alone, ahead = Workshop(workers=0), Workshop(workers=0)
+    expected = [alone.run(cell, lambda *_: None)["entropies"] for cell in cells]
+    found = [ahead.run(cells[0], lambda *_: None, cells[1])["entropies"]]
+    assert ahead._ahead is not None
+    assert ahead._ahead[0] == cells[1]
+    found.append(ahead.run(cells[1], lambda *_: None)["entropies"])
+    assert found == expected
+
+
+def test_a_worker_stays_with_the_pictures_it_has():
+    tasks = [
+        Task(Cell("m", "d", "normal", (name,), 5, method, 0), f"{name} {method}", {})
+        for name in ("fog", "snow")
+        for method in ("tent", "sar", "eata")
+    ]
+    todo = Todo(tasks)
+    one, two = todo.next(None), todo.next(None)
+    assert {tasks[one].cell.domains, tasks[two].cell.domains} == {("fog",), ("snow",)}
+    group = ("m", "d", tasks[one].cell.domains)
+    three = todo.next(group)
+    assert tasks[three].cell.domains == tasks[one].cell.domains
+    rest = [todo.next(group) for _ in range(3)]
+    assert sorted([one, two, three, *rest]) == list(range(6))
+    assert todo.next(group) is None

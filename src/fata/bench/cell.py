@@ -31,7 +31,7 @@ class Cell:
     """What is to be measured, by names alone.
 
     Args:
-        model: for `fata.zoo.load`.
+        model: for `fata.zoo.load`, and `@sar` after it for that protocol.
         data: for `fata.data.open`.
         scenario: for `fata.stream`.
         domains: the corruptions or folders met, in order.

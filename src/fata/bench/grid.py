@@ -28,7 +28,7 @@ class Grid:
     """What to compare.
 
     Args:
-        models: names for `fata.zoo.load`.
+        models: names for `fata.zoo.load`, with a protocol where wanted: `vit_base@sar`.
         data: specs for `fata.data.open`.
         methods: specs, each with fields where wanted: `eata+fata:sigma=0.5:lr=1e-3`.
         scenarios: names for `fata.stream`, each with options: `label-shift:ratio=1000`.

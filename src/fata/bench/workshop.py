@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,8 @@ from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, st
 from fata.data.dataset import Files
 from fata.data.serve import Decoded
 from fata.zoo import Loaded
+
+_WITH_PROTOCOL = re.compile(r"(?P<name>.+)@(?P<protocol>\w+)")
 
 
 @dataclass
@@ -47,10 +50,14 @@ class Workshop:
     _ahead: tuple[Cell, Future[Decoded]] | None = field(default=None, repr=False)
 
     def model(self, name: str) -> Loaded:
-        """A model, on the device; one at a time."""
+        """A model, on the device; one at a time. `vit_base@sar`: by that protocol."""
         if name not in self._models:
             self._models.clear()
-            loaded = zoo.load(name)
+            asked = _WITH_PROTOCOL.fullmatch(name)
+            if asked:
+                loaded = zoo.load(asked["name"], protocol=asked["protocol"])
+            else:
+                loaded = zoo.load(name)
             loaded.model.to(self.device)
             self._models[name] = loaded
         return self._models[name]

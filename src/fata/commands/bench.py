@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,7 +33,9 @@ from fata.zoo import ZooError
 def bench(
     model: Annotated[
         str | None,
-        typer.Option("--model", "--models", help="By comma: mini_resnet_gn, timm:NAME.TAG, ..."),
+        typer.Option(
+            "--model", "--models", help="By comma: mini_resnet_gn, vit_base@sar, timm:NAME.TAG, ..."
+        ),
     ] = None,
     data: Annotated[
         str | None, typer.Option(help="Data sets, by comma: embedded, imagenet-c:DIR, ...")
@@ -120,39 +123,52 @@ def bench(
         tasks = missing(cells, results, workshop, again)
     except (GridError, DataError, ZooError, StoreError) as error:
         raise typer.BadParameter(str(error)) from error
-    say(f"{len(cells)} cells, {len(cells) - len(tasks)} of them in {store}")
-    if any(workshop.lacks_fisher(task.cell) for task in tasks):
-        say(
-            "EATA has no clean images for its Fisher penalty and runs without it: give --fisher "
-            "SPEC, or fisher_alpha=0 to mean it"
-        )
+    remedy = ": give --fisher SPEC, or fisher_alpha=0 to mean it"
+    announce(cells, tasks, results, workshop, remedy)
     if dry_run:
-        for task in tasks:
-            say(f"  {task.cell}")
-        if tasks:
-            took, memory = estimate(tasks, results, workshop)
-            say(
-                f"about {timedelta(seconds=round(took / jobs))} with {jobs} at a time, and "
-                f"{memory * jobs / 2**30:.1f} GiB"
-            )
+        preview(tasks, results, workshop, jobs)
         return
-    watcher = Show(len(tasks))
-    try:
-        with watcher:
-            run(tasks, results, workshop, watcher, jobs)
-    except KeyboardInterrupt:
-        console.print(
-            f"stopped: {watcher.finished} of {len(tasks)} cells done and kept in {store}; the same "
-            f"command goes on from there"
-        )
-        raise typer.Exit(130) from None
+    watcher = carry_out(tasks, results, workshop, jobs)
     wanted = {key(workshop.protocol(cell)) for cell in cells}
     for table in comparisons(record for record in results if record.key in wanted):
         show(table)
-    if watcher.failures:
-        for cell, why in watcher.failures:
-            console.print(f"[red]failed[/] {cell}: {why}", highlight=False)
-        raise typer.Exit(1)
+    watcher.close()
+
+
+def announce(
+    cells: Sequence[Cell], tasks: Sequence[Task], store: Store, workshop: Workshop, remedy: str
+) -> None:
+    """How many cells there are to run; where EATA lacks clean images, what would give some."""
+    say(f"{len(cells)} cells, {len(cells) - len(tasks)} of them in {store.path}")
+    if any(workshop.lacks_fisher(task.cell) for task in tasks):
+        say(f"EATA has no clean images for its Fisher penalty and runs without it{remedy}")
+
+
+def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) -> None:
+    """The cells to run, and about how long they will take."""
+    for task in tasks:
+        say(f"  {task.cell}")
+    if tasks:
+        took, memory = estimate(tasks, store, workshop)
+        say(
+            f"about {timedelta(seconds=round(took / jobs))} with {jobs} at a time, and "
+            f"{memory * jobs / 2**30:.1f} GiB"
+        )
+
+
+def carry_out(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) -> Show:
+    """Run cells and show how it goes; Ctrl-C leaves those that are done."""
+    watcher = Show(len(tasks))
+    try:
+        with watcher:
+            run(tasks, store, workshop, watcher, jobs)
+    except KeyboardInterrupt:
+        console.print(
+            f"stopped: {watcher.finished} of {len(tasks)} cells done and kept in {store.path}; the "
+            f"same command goes on from there"
+        )
+        raise typer.Exit(130) from None
+    return watcher
 
 
 class Show:
@@ -203,6 +219,13 @@ class Show:
         """Remember why; it is told at the end."""
         self.failures.append((task.cell, why))
         self._over(task)
+
+    def close(self) -> None:
+        """Tell what failed, if anything did, and end with exit code 1."""
+        for cell, why in self.failures:
+            console.print(f"[red]failed[/] {cell}: {why}", highlight=False)
+        if self.failures:
+            raise typer.Exit(1)
 
     def _over(self, task: Task) -> None:
         if task.key in self._running:

@@ -15,6 +15,7 @@ from fata.commands.cost import cost
 from fata.commands.data import data
 from fata.commands.demo import demo
 from fata.commands.report import report
+from fata.commands.reproduce import reproduce
 from fata.commands.train_source import train_source
 
 app = typer.Typer(
@@ -22,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-for command in (demo, bench, report, cost, data, corrupt, train_source, check):
+for command in (demo, bench, report, reproduce, cost, data, corrupt, train_source, check):
     app.command()(command)
 
 

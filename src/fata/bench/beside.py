@@ -1,0 +1,100 @@
+"""Numbers of the paper and ours in one table, as text."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fata.bench.tables import AVERAGE, SHORT
+
+GAIN = "difference"  # the paper's column: of FATA to its host
+LINES = ("paper", "ours", "diff.")  # of a row
+PERCENT, PLAIN = "{:.2f}", "{:.5g}"
+_HEADS = {**SHORT, AVERAGE: "Avg.", GAIN: "Gain", "gmacs": "GMACs"}
+_DOMAINS = {"Art": "Ar", "Clipart": "Cl", "Product": "Pr", "Real World": "Rw"}
+
+
+class Pair(NamedTuple):
+    """A number of the paper and ours, each where it is known."""
+
+    paper: float | None
+    ours: float | None
+    collapsed: bool = False  # ours, in some cell
+    form: str = PERCENT
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's."""
+        return None if self.paper is None or self.ours is None else self.ours - self.paper
+
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """The paper's, ours and the difference; a dagger where one class took over."""
+        signed = self.form.replace(":", ":+")
+        dagger = "†" if self.collapsed and self.ours is not None else ""
+        return (
+            _text(self.paper, self.form),
+            _text(self.ours, self.form) + dagger,
+            _text(self.difference, signed),
+        )
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of pairs.
+
+    Args:
+        title: what it shows.
+        columns: their names.
+        rows: pairs by row and column.
+        notes: what must be known to compare.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Mapping[str, Mapping[str, Pair]]
+    notes: tuple[str, ...] = ()
+
+
+def head(column: str) -> str:
+    """A column's name, short."""
+    if " to " in column:
+        return "→".join(_DOMAINS.get(end, end) for end in column.split(" to "))
+    return _HEADS.get(column, column)
+
+
+def markdown(sheet: Sheet) -> str:
+    """Three lines a row."""
+    lines = [
+        f"### {sheet.title}",
+        "",
+        f"| | | {' | '.join(map(head, sheet.columns))} |",
+        f"|---|---|{'---:|' * len(sheet.columns)}",
+    ]
+    for name, pairs in sheet.rows.items():
+        texts = zip(*(pairs[column].texts for column in sheet.columns), strict=True)
+        for kind, numbers in zip(LINES, texts, strict=True):
+            lines.append(f"| {name if kind == LINES[0] else ''} | {kind} | {' | '.join(numbers)} |")
+    return "\n".join([*lines, "", *(f"- {note}" for note in sheet.notes), ""])
+
+
+def comma(sheet: Sheet) -> str:
+    """One line a number, for other programs."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["row", "column", "paper", "ours", "difference"])
+    for name, pairs in sheet.rows.items():
+        for column in sheet.columns:
+            pair = pairs[column]
+            writer.writerow([name, column, pair.paper, pair.ours, pair.difference])
+    return out.getvalue()
+
+
+FORMATS: dict[str, Callable[[Sheet], str]] = {"md": markdown, "csv": comma}
+
+
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)

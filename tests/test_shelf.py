@@ -109,7 +109,7 @@ def test_the_next_cells_pictures_are_decoded_ahead(folder):
 
 def test_a_worker_stays_with_the_pictures_it_has():
     tasks = [
-        Task(Cell("m", "d", "normal", (name,), 5, method, 0), f"{name} {method}", {})
+        Task(Cell("m", "d", "normal", (name,), 5, method, 0), f"{name} {method}", {"length": 10})
         for name in ("fog", "snow")
         for method in ("tent", "sar", "eata")
     ]
@@ -122,3 +122,17 @@ def test_a_worker_stays_with_the_pictures_it_has():
     rest = [todo.next(group) for _ in range(3)]
     assert sorted([one, two, three, *rest]) == list(range(6))
     assert todo.next(group) is None
+
+
+def test_long_work_is_begun_first():
+    """Else it would be all that is left at the end, for a few workers."""
+    lengths = {("fog",): 10, ("snow",): 10, ("fog", "snow"): 100}
+    tasks = [
+        Task(Cell("m", "d", "normal", domains, 5, method, 0), f"{domains} {method}", {"length": n})
+        for domains, n in lengths.items()
+        for method in ("tent", "sar", "eata")
+    ]
+    todo = Todo(tasks)
+    given = [tasks[todo.next(None)].cell.domains for _ in range(9)]
+    assert given[:2] == [("fog", "snow")] * 2
+    assert set(given) == set(lengths)

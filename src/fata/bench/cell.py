@@ -133,4 +133,9 @@ def circumstances(device: torch.device) -> dict[str, str]:
     """Where a result was made."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {name: version(name) for name in ("torch", "torchvision", "timm", "numpy")}
-    return {"python": platform.python_version(), **libraries, "device": f"{device.type}: {name}"}
+    return {
+        "python": platform.python_version(),
+        **libraries,
+        "device": f"{device.type}: {name}",
+        "matrix products": torch.get_float32_matmul_precision(),
+    }

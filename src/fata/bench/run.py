@@ -19,7 +19,7 @@ from fata.bench.cell import Cell, circumstances, key
 from fata.bench.store import Store
 from fata.bench.workshop import Workshop
 
-Group = tuple[str, str, tuple[str, ...]]  # cells that meet the same pictures with one model
+Group = tuple[str, str, tuple[str, ...]]  # model and pictures that cells have in common
 
 
 @dataclass(frozen=True)
@@ -129,32 +129,37 @@ def _in_processes(
         _follow(tasks, todo, store, watcher, news, hands)
     finally:
         for hand in hands:
-            hand.process.terminate()
-        for hand in hands:
-            hand.process.join()
+            hand.process.kill()  # they hold nothing; and a driver may keep one that is asked to end
 
 
 class Todo:
     """Tasks not handed out yet; who has met certain pictures gets more of those."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = tasks
         self.left: dict[Group, deque[int]] = {}
         for number, task in enumerate(tasks):
             self.left.setdefault(_group(task.cell), deque()).append(number)
-        self.tasks = tasks
         self._given: Counter[Group] = Counter()
 
     def next(self, last: Group | None) -> int | None:
-        """The number of a task; of the same pictures as the last, if there is one."""
+        """The number of a task; of the same pictures as the last, if there is one.
+
+        Else of those with the most work left for each worker that they were given to.
+        """
+        if not self.left:
+            return None
         if last not in self.left:
-            if not self.left:
-                return None
-            last = min(self.left, key=lambda group: self._given[group] / len(self.left[group]))
-        self._given[last] += 1
+            last = max(self.left, key=lambda group: self._work(group) / (1 + self._given[group]))
+            self._given[last] += 1
         number = self.left[last].popleft()
         if not self.left[last]:
             del self.left[last]
         return number
+
+    def _work(self, group: Group) -> int:
+        """Images left."""
+        return sum(self.tasks[number].protocol["length"] for number in self.left[group])
 
 
 @dataclass

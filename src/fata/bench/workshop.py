@@ -44,10 +44,15 @@ class Workshop:
     skip_damaged: bool = False
     share: float = 0.25
     _models: dict[str, Loaded] = field(default_factory=dict, repr=False)
-    _data: dict[tuple[str, str], Dataset] = field(default_factory=dict, repr=False)
+    _data: dict[tuple[Any, ...], Dataset] = field(default_factory=dict, repr=False)
     _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
     _shelf: Shelf | None = field(default=None, repr=False)
     _ahead: tuple[Cell, Future[Decoded]] | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        """On a GPU matrix products are in TF32, as convolutions are by default."""
+        if self.device.startswith("cuda"):
+            torch.set_float32_matmul_precision("high")
 
     def model(self, name: str) -> Loaded:
         """A model, on the device; one at a time. `vit_base@sar`: by that protocol."""
@@ -63,11 +68,13 @@ class Workshop:
         return self._models[name]
 
     def data(self, spec: str, model: str) -> Dataset:
-        """A data set, with the pictures that a model takes."""
-        if (spec, model) not in self._data:
+        """A data set, with the pictures that a model takes; models alike share it."""
+        loaded = self.model(model)
+        at = (spec, loaded.preprocess, loaded.classes)
+        if at not in self._data:
             jpeg = self.jpeg and open(spec).made
-            self._data[spec, model] = open(spec, fit=self.model(model), jpeg=jpeg)
-        return self._data[spec, model]
+            self._data[at] = open(spec, fit=loaded, jpeg=jpeg)
+        return self._data[at]
 
     def protocol(self, cell: Cell) -> dict[str, Any]:
         """All that the cell's result depends on."""

@@ -1,92 +1,176 @@
 """What FATA gained in the runs behind docs/results.md: `python -m benchmarks.gains`.
 
-Reads the runs of `benchmarks.embedded` that lie in benchmarks/runs: on the extra corruptions, at
-equal settings; and in the table, by how many of the source's sure answers were right.
+Reads what lies in benchmarks/runs (`benchmarks.archive`) and prints the tables of that page.
 """
 
 from __future__ import annotations
 
-import gzip
-import json
+import math
+from collections.abc import Iterable
 from itertools import pairwise
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.embedded import HOSTS, SPECS, show_table
+from benchmarks.archive import kept, lines
+from benchmarks.presets import HOSTS
+from fata.bench.formats import markdown
+from fata.bench.store import Record
+from fata.bench.tables import Comparison, comparisons, domain_name, labels
 
-RUNS = Path(__file__).with_name("runs")
-BINS = (0, 80, 88, 94, 100)
-Run = dict[str, Any]
-
-
-def read(name: str) -> list[Run]:
-    """The runs of a file."""
-    with gzip.open(RUNS / f"embedded-{name}.jsonl.gz", "rt") as file:
-        return [json.loads(line) for line in file]
+SHARES = (0, 80, 88, 94, 100)  # of the source's sure answers, in %
+Pair = tuple[Record, Record]  # a host, and host+FATA on the same stream with the same settings
 
 
-def pairs(runs: list[Run]) -> list[tuple[Run, Run]]:
-    """Each run of a host, and the one with FATA on the same stream with the same settings."""
-    found: dict[tuple[str, ...], dict[str, Run]] = {}
-    for run in runs:
-        host = run["spec"].partition("+")[0]
-        if host in HOSTS:
-            at = (run["model"], host, run["domain"], str(run["seed"]), json.dumps(run["fields"]))
-            found.setdefault(at, {})[run["spec"]] = run
-    return [(both[host], both[f"{host}+fata"]) for (_, host, *_), both in found.items()]
+def collapsed(record: Record) -> bool:
+    """One class has taken over."""
+    return record.result["collapsed_at"] is not None
 
 
-def gain(some: list[tuple[Run, Run]]) -> str:
-    """Mean gain in points, and how often there is one."""
-    gains = [plus["accuracy"] - host["accuracy"] for host, plus in some]
-    return f"{mean(gains):+.2f} ({sum(g > 0 for g in gains)} of {len(gains)})"
+def pairs(records: Iterable[Record]) -> list[Pair]:
+    """Each cell of a host, and that with FATA."""
+    found: dict[str, dict[bool, Record]] = {}
+    for record in records:
+        p = record.protocol
+        at = (p["model"], p["scenario"], p["domains"], p["seed"], p["images"], p["host"], p["lr"])
+        if p["plus"] is None or (p["plus"]["sigma"] == 1 and p["plus"]["threshold"] == 0.5):
+            found.setdefault(str(at), {})[p["plus"] is not None] = record
+    return [(both[False], both[True]) for both in found.values() if len(both) == 2]
 
 
-def collapsed(run: Run) -> bool:
-    """One class has more than half of the last quarter's predictions."""
-    return bool(run["top_class"] > 50)
+def gain(values: Iterable[float]) -> str:
+    """Mean in points, and how often it is one."""
+    gains = list(values)
+    return f"{mean(gains):+.2f} ({sum(g > 0 for g in gains)} of {len(gains)})" if gains else "-"
+
+
+def gain_of(some: Iterable[Pair]) -> str:
+    """Of host+FATA over the host."""
+    return gain(plus.result["accuracy"] - host.result["accuracy"] for host, plus in some)
+
+
+def equal_settings() -> None:
+    """On the extra corruptions, from the search for presets: all rates, then by rate."""
+    runs: dict[tuple[Any, ...], dict[str, float]] = {}
+    for run in lines("presets"):
+        host, _, plus = run["spec"].partition("+")
+        at = (run["model"], host, run["fields"]["lr"], run["domain"], str(run["fields"]))
+        runs.setdefault(at, {})[plus] = run["accuracy"]
+    print("\nextra corruptions, at equal settings: all rates, then by rate")
+    for model, host in dict.fromkeys(at[:2] for at in runs):
+        own = {at: both["fata"] - both[""] for at, both in runs.items() if at[:2] == (model, host)}
+        rates = sorted({at[2] for at in own})
+        by_rate = {rate: gain(g for at, g in own.items() if at[2] == rate) for rate in rates}
+        print(f"{model:15} {host:5} {gain(own.values()):22} {by_rate}")
+
+
+def upright(records: list[Record]) -> None:
+    """Gains where neither collapses, and how many do."""
+    print("\ncells in which neither collapses; collapsed without and with FATA")
+    for model in dict.fromkeys(record.protocol["model"] for record in records):
+        for host in HOSTS:
+            own = [p for p in pairs(records) if _is(p, model, host)]
+            fine = [pair for pair in own if not any(map(collapsed, pair))]
+            fallen = [sum(map(collapsed, side)) for side in zip(*own, strict=True)]
+            print(f"{model:15} {host:5} all {gain_of(own)}, neither {gain_of(fine)}, {fallen}")
+
+
+def by_right_answers(records: list[Record]) -> None:
+    """Over hosts, by the share of the source's sure answers that are right."""
+    print("\nby the share of the source's answers with H < 0.5 ln C that are right, %")
+    right = {_place(r): _sure_right(r) for r in records if r.protocol["method"] == "source"}
+    for model in dict.fromkeys(record.protocol["model"] for record in records):
+        for low, high in pairwise(SHARES):
+            some = [
+                pair
+                for pair in pairs(records)
+                if pair[0].protocol["model"] == model and low <= right[_place(pair[0])] < high
+            ]
+            if some:
+                fallen = [sum(map(collapsed, side)) for side in zip(*some, strict=True)]
+                print(f"{model:15} {low:2} to {high:3}: {gain_of(some)}, collapsed {fallen}")
+
+
+def classes(records: list[Record]) -> None:
+    """How evenly the rows of each term are spread over the predicted classes."""
+    print("\nentropy of the selected rows' classes, % of its maximum, where neither collapses:")
+    print("the host's alone, the host's with FATA, FATA's; and the share of rows, %")
+    for model in dict.fromkeys(record.protocol["model"] for record in records):
+        for host in HOSTS:
+            fine = [
+                pair
+                for pair in pairs(records)
+                if _is(pair, model, host) and not any(map(collapsed, pair))
+            ]
+            terms = [(0, host), (1, host), (1, "fata")]
+            even = [mean(_evenness(pair[i], term) for pair in fine) for i, term in terms]
+            share = [
+                mean(100 * p[i].result["counts"]["selected"][t] / p[i].result["rows"] for p in fine)
+                for i, t in terms
+            ]
+            print(
+                f"{model:15} {host:5}",
+                *(f"{e:.1f} ({s:.0f})" for e, s in zip(even, share, strict=True)),
+            )
+
+
+def _evenness(record: Record, term: str) -> float:
+    counts = record.result["classes"]["selected"][term]
+    shares = [count / sum(counts) for count in counts if count]
+    return -100 * sum(share * math.log(share) for share in shares) / math.log(len(counts))
+
+
+def settings(name: str) -> None:
+    """Means over the corruptions of every setting; without the noises and glass blur, too."""
+    hard = ("gaussian_noise", "shot_noise", "impulse_noise", "glass_blur")
+    print(f"\n{name}: mean of the 15, mean of the 11 but noises and glass blur, collapsed of 15;")
+    print("rows that FATA learns from and how many of their pseudo-labels are right, %")
+    for comparison in comparisons(kept(name)):
+        for line in comparison.lines:
+            if line.average is None:
+                continue
+            rest = [v.mean for column, v in line.values.items() if column not in hard]
+            facts = f"{line.average.mean:.2f} {mean(rest):.2f} {line.average.collapsed}"
+            print(
+                f"{comparison.model:15} {line.method:40} {facts} {_rows(comparison, line.method)}"
+            )
+
+
+def _rows(comparison: Comparison, method: str) -> str:
+    names = labels(comparison.records)
+    own = [r.result for r, name in zip(comparison.records, names, strict=True) if name == method]
+    if "fata" not in own[0]["counts"]["selected"]:
+        return ""
+    share = mean(100 * r["counts"]["selected"]["fata"] / r["rows"] for r in own)
+    right = [r["pseudo_labels"]["fata"] for r in own if r["pseudo_labels"]["fata"] is not None]
+    return f"{share:.0f} {mean(right):.1f}" if right else f"{share:.0f} -"
+
+
+def _is(pair: Pair, model: str, host: str) -> bool:
+    return (pair[0].protocol["model"], pair[0].protocol["method"]) == (model, host)
+
+
+def _place(record: Record) -> tuple[str, str]:
+    return record.protocol["model"], domain_name(record.protocol["domains"][0])
+
+
+def _sure_right(record: Record) -> float:
+    right, wrong = (record.result["entropies"][k] for k in ("right", "wrong"))
+    half = len(right) // 2  # of the histogram of H / ln C
+    return 100 * sum(right[:half]) / (sum(right[:half]) + sum(wrong[:half]))
 
 
 def main() -> None:
     """Print the tables of docs/results.md."""
-    tried, table = read("presets"), read("table")
-    models = list(dict.fromkeys(run["model"] for run in table))[::-1]
-    show_table(table, SPECS)
-    print("\nat equal settings, extra corruptions: all rates, then by rate")
-    for model in models:
-        for host in HOSTS:
-            own = [p for p in pairs(tried) if (p[0]["model"], p[0]["spec"]) == (model, host)]
-            rates = sorted({p[0]["fields"]["lr"] for p in own})
-            by_rate = {r: gain([p for p in own if p[0]["fields"]["lr"] == r]) for r in rates}
-            print(f"{model:15} {host:5} {gain(own):22} {by_rate}")
-    print("\nin the table: cells in which neither collapses; collapsed without and with FATA")
-    for model in models:
-        for host in HOSTS:
-            own = [p for p in pairs(table) if (p[0]["model"], p[0]["spec"]) == (model, host)]
-            upright = [p for p in own if not any(map(collapsed, p))]
-            fallen = [sum(map(collapsed, side)) for side in zip(*own, strict=True)]
-            print(f"{model:15} {host:5} {gain(upright):22} {fallen}")
-    print("\nin the table, over hosts, by the share of the source's sure answers that are right, %")
-    right = {(r["model"], r["domain"]): r["sure_right"] for r in table if r["spec"] == "norm"}
-    for model in models:
-        for low, high in pairwise(BINS):
-            cells: dict[tuple[str, str], list[tuple[Run, Run]]] = {}
-            for pair in pairs(table):
-                at = (pair[0]["model"], pair[0]["domain"])
-                if at[0] == model and low <= right[at] < high:
-                    cells.setdefault((pair[0]["spec"], at[1]), []).append(pair)
-            if cells:
-                gains = [mean(b["accuracy"] - a["accuracy"] for a, b in c) for c in cells.values()]
-                fallen = [
-                    sum(any(collapsed(pair[side]) for pair in c) for c in cells.values())
-                    for side in (1, 0)
-                ]
-                print(
-                    f"{model:15} {low:2} to {high:3}: {len(cells)} cells, {mean(gains):+.2f}",
-                    end="",
-                )
-                print(f", collapsed with FATA {fallen[0]}, without {fallen[1]}")
+    for name in ("normal", "label-shift"):
+        records = kept(name)
+        for comparison in comparisons(records):
+            print(markdown(comparison))
+        upright(records)
+        by_right_answers(records)
+        classes(records)
+    equal_settings()
+    settings("why")
+    settings("ablations")
 
 
 if __name__ == "__main__":

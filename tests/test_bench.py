@@ -268,6 +268,14 @@ def test_a_stream_of_one_class_is_no_collapse():
     assert summary.collapsed_at(rows_of(label, label), batch_size=64) is None
 
 
+def test_a_collapse_is_found_where_classes_come_one_after_another():
+    label = torch.arange(10_000) // 1000
+    prediction = label.clone()
+    assert summary.collapsed_at(rows_of(label, prediction), batch_size=64) is None
+    prediction[5000:] = 3
+    assert summary.collapsed_at(rows_of(label, prediction), batch_size=64) is not None
+
+
 def test_a_model_that_comes_back_has_not_collapsed():
     label = torch.arange(6400) % 10
     prediction = label.clone()

@@ -98,10 +98,14 @@ def collapsed_at(rows: Rows, batch_size: int) -> int | None:
     """The batch from which on one class takes over, to the end; None: it never does.
 
     It takes over where its share among the predictions of a window exceeds that of the most
-    frequent label by a half.
+    frequent label by a half. Windows are long enough that labels are mixed, where they are at all.
     """
     window = min(WINDOW, len(rows))
-    starts = range(0, len(rows) - window + 1, max(1, window // 4))
+    while window < len(rows) and any(
+        _top(rows.label[s : s + window]) > 0.5 for s in _starts(window, len(rows))
+    ):
+        window = min(2 * window, len(rows))
+    starts = _starts(window, len(rows))
     taken = [
         _top(rows.prediction[s : s + window]) > _top(rows.label[s : s + window]) + 0.5
         for s in starts
@@ -110,6 +114,10 @@ def collapsed_at(rows: Rows, batch_size: int) -> int | None:
         return None
     first = len(taken) - next((i for i, t in enumerate(reversed(taken)) if not t), len(taken))
     return starts[first] // batch_size
+
+
+def _starts(window: int, length: int) -> range:
+    return range(0, length - window + 1, max(1, window // 4))
 
 
 def _top(values: Tensor) -> float:

@@ -13,7 +13,7 @@ from fata.zoo.mini import NAMES
 __all__ = ["NAMES", "PRESETS", "load"]
 
 _WEIGHTS = Path(__file__).with_name("weights")
-PRESETS = _WEIGHTS / "presets.json"  # written by `python -m benchmarks.embedded presets`
+PRESETS = _WEIGHTS / "presets.json"  # written by `python -m benchmarks.presets`
 
 
 def load(name: str) -> Loaded:

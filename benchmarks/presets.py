@@ -1,0 +1,99 @@
+"""Settings of the embedded networks, found on corruptions that the benchmark never sees.
+
+    python -m benchmarks.presets --data cifar10:DIR --images 5000 --device cuda --jobs 15
+
+Tries rates (and EATA's margin and penalty) on the four extra corruptions, and writes for each host
+those that are best in the mean of host and host with FATA into the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import fata
+from fata.bench.grid import Grid
+from fata.bench.run import missing, run
+from fata.bench.store import Record, Store
+from fata.bench.workshop import Workshop
+from fata.commands.bench import Show
+from fata.corruptions import EXTRA
+from fata.zoo import embedded
+
+HOSTS = ("tent", "eata", "sar", "deyo")
+RATES = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 3e-2)
+TRIED: dict[str, list[dict[str, float]]] = {
+    "tent": [{}],
+    "eata": [
+        {"redundancy": margin, "fisher_alpha": alpha}
+        for margin, alpha in ((0.4, 2000.0), (0.4, 1.0), (1.0, 1.0))
+    ],
+    "sar": [{}],
+    "deyo": [{"plpd_threshold": 0.2}],
+}
+
+
+def settings(host: str) -> list[dict[str, float]]:
+    """What is tried of a host, alone and with FATA."""
+    return [{**fields, "lr": rate} for fields in TRIED[host] for rate in RATES]
+
+
+def methods() -> tuple[str, ...]:
+    """All that is tried, as `fata bench` takes it."""
+    return tuple(
+        ":".join([host + plus, *(f"{name}={value}" for name, value in fields.items())])
+        for host in HOSTS
+        for fields in settings(host)
+        for plus in ("", "+fata")
+    )
+
+
+def best(records: list[Record]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Of each network and host the settings with the highest mean, FATA or not."""
+    chosen: dict[str, dict[str, dict[str, Any]]] = {}
+    for model in embedded.NAMES:
+        for host in HOSTS:
+            found: dict[str, list[float]] = {}
+            for record in records:
+                protocol = record.protocol
+                if protocol["model"] == model and protocol["host"]["name"] == host:
+                    here = {**protocol["host"], "lr": protocol["lr"]}
+                    for fields in settings(host):
+                        if fields.items() <= here.items():
+                            accuracy = record.result["accuracy"]
+                            found.setdefault(json.dumps(fields), []).append(accuracy)
+            winner = max(found, key=lambda key: mean(found[key]))
+            print(f"{model:15} {host:5} {mean(found[winner]):6.2f} {winner}")
+            chosen.setdefault(model, {})[host] = json.loads(winner)
+    return chosen
+
+
+def main() -> None:
+    """Try, choose, write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--data", default="embedded")
+    parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--store", type=Path, default=Path("presets.db"))
+    args = parser.parse_args()
+    grid = Grid(
+        models=tuple(embedded.NAMES),
+        data=(args.data,),
+        methods=methods(),
+        domains=tuple(EXTRA),
+        images=args.images,
+        fisher="embedded",
+    )
+    store, workshop = Store(args.store), Workshop(args.device, fisher="embedded")
+    tasks = missing(list(grid.cells(fata.data.open)), store, workshop, again=False)
+    with Show(len(tasks)) as watcher:
+        run(tasks, store, workshop, watcher, args.jobs)
+    embedded.PRESETS.write_text(json.dumps(best(list(store)), indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -135,6 +135,22 @@ def settings(name: str) -> None:
             )
 
 
+def speeds() -> None:
+    """How far `fast` is from `exact`, where neither collapses."""
+    exact = {_cell(record): record for record in kept("normal")}
+    both = [(exact[_cell(record)], record) for record in kept("fast")]
+    fine = [pair for pair in both if not any(map(collapsed, pair))]
+    apart = [b.result["accuracy"] - a.result["accuracy"] for a, b in fine]
+    print(
+        f"\nfast - exact: {mean(apart):+.2f}, at most {max(map(abs, apart)):.2f}, {len(fine)} cells"
+    )
+
+
+def _cell(record: Record) -> tuple[str, ...]:
+    protocol = record.protocol
+    return protocol["model"], protocol["method"], protocol["domains"][0], protocol["seed"]
+
+
 def _rows(comparison: Comparison, method: str) -> str:
     names = labels(comparison.records)
     own = [r.result for r, name in zip(comparison.records, names, strict=True) if name == method]
@@ -171,6 +187,7 @@ def main() -> None:
     equal_settings()
     settings("why")
     settings("ablations")
+    speeds()
 
 
 if __name__ == "__main__":

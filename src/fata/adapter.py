@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fata import state as states
 from fata.augment import Fata
 from fata.engine import Engine
+from fata.fast import FastEngine
 from fata.fisher import FisherData, fisher
 from fata.method import Method, OwnStep
 from fata.methods import describe, parse, spec_of
@@ -23,6 +24,7 @@ from fata.methods.source import Norm
 from fata.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate
 
+SPEEDS = {"exact": Engine, "fast": FastEngine}
 _ADAPTED: WeakSet[nn.Module] = WeakSet()  # models that an adapter has now
 
 
@@ -43,6 +45,8 @@ class Adapter(nn.Module):
             a Fisher computed before (`adapter.fisher`).
         guard: reserved for the collapse guard; only None and False are accepted yet.
         seed: of the adapter's own draws; the global generator is never touched.
+        speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16 and
+            recorded passes).
 
     Example:
         >>> import fata, torch
@@ -62,6 +66,7 @@ class Adapter(nn.Module):
         fisher_data: FisherData | None = None,
         guard: bool | None = None,
         seed: int = 0,
+        speed: str = "exact",
     ) -> None:
         super().__init__()
         if isinstance(method, Fata):  # its loss alone
@@ -73,6 +78,8 @@ class Adapter(nn.Module):
         check_rate(lr)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r}: must be a whole number.")
+        if speed not in SPEEDS:
+            raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
         sets = params if params is not None else method.params or ("truncated" if plus else None)
         theta = Theta(choose(model, sets) if sets is not None else {})
         vit = is_transformer_like(model)
@@ -89,7 +96,7 @@ class Adapter(nn.Module):
         self._fingerprint: str | None = None
         self.model = model
         with torch.inference_mode(False):
-            engine = Engine(model, method, plus, theta, learning_rate, vit, seed)
+            engine = SPEEDS[speed](model, method, plus, theta, learning_rate, vit, seed)
             try:
                 model.eval()  # dropout and stochastic depth off
                 model.requires_grad_(False)
@@ -321,6 +328,7 @@ def adapt(
     fisher_data: FisherData | None = None,
     guard: bool | None = None,
     seed: int = 0,
+    speed: str = "exact",
     **fields: Any,
 ) -> Adapter:
     """Adapt a model by a method's name.
@@ -334,6 +342,7 @@ def adapt(
         fisher_data: batches of clean images for EATA; see `Adapter`.
         guard: reserved; see `Adapter`.
         seed: of the adapter's own draws.
+        speed: `exact` or `fast`; see `Adapter`.
         **fields: fields of the method or of `Fata`. One that both have is the method's;
             `fata_threshold=...` is the plug-in's.
 
@@ -345,7 +354,15 @@ def adapt(
     """
     method, plus = parse(spec, **fields)
     return Adapter(
-        model, method, plus, lr=lr, params=params, fisher_data=fisher_data, guard=guard, seed=seed
+        model,
+        method,
+        plus,
+        lr=lr,
+        params=params,
+        fisher_data=fisher_data,
+        guard=guard,
+        seed=seed,
+        speed=speed,
     )
 
 

@@ -213,7 +213,7 @@ class Engine:
             )
 
     def _step(self, images: Tensor) -> Tensor:
-        dense = self.coupled or self.state.share >= DENSE
+        dense = self._dense()
         with torch.set_grad_enabled(dense):
             first = self._tapped(images)
         seen = self._seen(images, first.logits)
@@ -226,6 +226,10 @@ class Engine:
         if self.plus and first.perturb:
             self.state.plus = self.plus.observe(first.perturb, self.state.plus)
         return seen.logits
+
+    def _dense(self) -> bool:
+        """Whether one pass with gradient over all rows is to serve both."""
+        return self.coupled or self.state.share >= DENSE
 
     def _learn(self, first: Pass, terms: Terms, dense: bool) -> None:
         """Gradient of the selected rows, update, observe, recover."""
@@ -240,8 +244,8 @@ class Engine:
         if share and self.method.ascent is not None:
             gradient, last = self._sharp(first, terms, chosen, dense)
         elif share:
-            here, at = (first, terms) if dense else self._again(first, terms, chosen.any(0))
-            gradient = self._gradient(here, at, plus=bool(chosen[1].any()))
+            plus = bool(chosen[1].any())
+            gradient = self._slope(first, terms, chosen.any(0), plus=plus, dense=dense)
         else:
             gradient = None
         if gradient is not None:
@@ -258,16 +262,35 @@ class Engine:
         theta, rho = self.state.theta, self.method.ascent
         there = theta
         if rho is not None and chosen[0].any():
-            here, at = (first, terms) if dense else self._again(first, terms, chosen[0], tap=False)
-            there = ascend(theta, self._gradient(here, at, plus=False), rho)
+            gradient = self._slope(first, terms, chosen[0], plus=False, tap=False, dense=dense)
+            there = ascend(theta, gradient, rho)
         with self.theta.at(there, back=theta):
-            second, last = self._again(first, terms, chosen.any(0))
-            again = self._seen(last.batch.images, second.logits)
-            host = self.method.select(again, self.state.host).among(last.host.rows & again.finite)
-            plus = bool(chosen[1].any())
-            gradient = None
-            if plus or host.rows.any():
-                gradient = self._gradient(second, replace(last, host=host), plus=plus)
+            return self._slope_there(first, terms, chosen.any(0), plus=bool(chosen[1].any()))
+
+    def _slope(
+        self,
+        first: Pass,
+        terms: Terms,
+        rows: Tensor,
+        *,
+        plus: bool,
+        tap: bool = True,
+        dense: bool = False,
+    ) -> Tensor:
+        """Gradient of the terms over some rows of the batch."""
+        here, at = (first, terms) if dense else self._again(first, terms, rows, tap)
+        return self._gradient(here, at, plus)
+
+    def _slope_there(
+        self, first: Pass, terms: Terms, rows: Tensor, *, plus: bool
+    ) -> tuple[Tensor | None, Terms]:
+        """The same where SAM has climbed to: the host selects again, among the rows it had."""
+        second, last = self._again(first, terms, rows)
+        again = self._seen(last.batch.images, second.logits)
+        host = self.method.select(again, self.state.host).among(last.host.rows & again.finite)
+        gradient = None
+        if plus or host.rows.any():
+            gradient = self._gradient(second, replace(last, host=host), plus=plus)
         return gradient, Terms(again, host, last.plus)
 
     def _again(

@@ -46,7 +46,7 @@ class BatchStatistics:
 
     def __init__(self, model: nn.Module, prior: float = 0.0) -> None:
         self._share = prior / (prior + 1)
-        self._active = True
+        self.active = True
         self._layers = [
             (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
         ]
@@ -64,11 +64,11 @@ class BatchStatistics:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """The running statistics inside the context."""
-        self._active = False
+        self.active = False
         try:
             yield
         finally:
-            self._active = True
+            self.active = True
 
     def remove(self) -> None:
         """Take the hooks off and set every flag as it was."""
@@ -80,7 +80,7 @@ class BatchStatistics:
     def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
         x = _input(args, kwargs)
         values = x.numel() // x.shape[1]
-        layer.training = (self._active and values > 1) or layer.running_mean is None
+        layer.training = (self.active and values > 1) or layer.running_mean is None
 
     def _mix(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
         mean, var = layer.running_mean, layer.running_var
@@ -88,7 +88,7 @@ class BatchStatistics:
             layer.training = True
             return
         layer.training = False
-        if not self._active:
+        if not self.active:
             return
         layer._fata_running = (mean, var)  # type: ignore[assignment]
         x = _input(args, kwargs).detach()

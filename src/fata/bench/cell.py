@@ -42,6 +42,7 @@ class Cell:
         batch_size: None: the scenario's own.
         images: of each domain; None: all.
         options: of the scenario.
+        speed: `exact` or `fast`.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Cell:
     images: int | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    speed: str = "exact"
 
     def __str__(self) -> str:
         where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} domains"
@@ -84,7 +86,7 @@ class Cell:
         settings = self.settings(loaded)
         if fisher is not None and self.wants_fisher(loaded):
             settings["fisher_data"] = fisher
-        return adapt(loaded.model, self.method, seed=self.seed, **settings)
+        return adapt(loaded.model, self.method, seed=self.seed, speed=self.speed, **settings)
 
     def wants_fisher(self, loaded: Loaded) -> bool:
         """Whether the method has a penalty that needs clean images."""
@@ -119,6 +121,7 @@ class Cell:
             "plus": describe(plus) if plus else None,
             "lr": settings.get("lr", "paper"),
             "params": settings.get("params"),
+            "speed": self.speed,
             "fisher": fisher if method.wants_fisher else None,
             "fata": fata.__version__,
         }

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from fata.adapter import SPEEDS
 from fata.bench.cell import RESETTING, Cell
 from fata.data import Dataset
 from fata.data.scenarios import SCENARIOS
@@ -39,6 +40,7 @@ class Grid:
         images: of each domain; None: all.
         jpeg: corruptions made on the fly go through JPEG.
         fisher: data with clean images for EATA; None: those of `data`, where it has them.
+        speed: `exact` or `fast`.
     """
 
     models: tuple[str, ...]
@@ -52,11 +54,14 @@ class Grid:
     images: int | None = None
     jpeg: bool = False
     fisher: str | None = None
+    speed: str = "exact"
 
     def cells(self, opened: Callable[[str], Dataset]) -> Iterator[Cell]:
         """Every cell; those of one model and domain follow each other."""
         if self.seeds < 1:
             raise GridError(f"seeds={self.seeds}: must be at least 1.")
+        if self.speed not in SPEEDS:
+            raise GridError(f"speed={self.speed!r}: choose from {', '.join(SPEEDS)}.")
         methods = [_method(method) for method in self.methods]
         scenarios = [_scenario(scenario) for scenario in self.scenarios]
         for model, data, (scenario, options), severity in product(
@@ -68,7 +73,7 @@ class Grid:
                 for seed, (method, fields) in product(range(self.seeds), methods):
                     yield Cell(
                         model, data, scenario, domains, severity, method, seed,
-                        self.batch_size, self.images, fields, options,
+                        self.batch_size, self.images, fields, options, self.speed,
                     )  # fmt: skip
 
 

@@ -167,6 +167,7 @@ def labels(records: Sequence[Record]) -> list[str]:
             **{f"fata.{k}": v for k, v in (record.protocol["plus"] or {}).items()},
             "lr": record.protocol["lr"],
             "batch_size": record.protocol["batch_size"],
+            "speed": record.protocol.get("speed", "exact"),
         }
         for record in records
     ]

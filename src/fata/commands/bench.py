@@ -76,6 +76,12 @@ def bench(
     fisher: Annotated[
         str | None, typer.Option(help="Data with clean images for EATA, where --data has none.")
     ] = None,
+    speed: Annotated[
+        str | None,
+        typer.Option(
+            help="exact, or fast: bfloat16 and recorded passes on a GPU. exact, if not given."
+        ),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A grid in YAML or TOML; flags go over it.")
     ] = None,
@@ -112,6 +118,7 @@ def bench(
         "images": images,
         "jpeg": jpeg,
         "fisher": fisher,
+        "speed": speed,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     device = chosen_device(device)

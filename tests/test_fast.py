@@ -1,0 +1,126 @@
+"""The fast way gives what the exact one gives."""
+
+import warnings
+
+import pytest
+import torch
+
+import fata
+from fata import fast, tiny
+from fata.methods import SPECS
+
+NETS = ("resnet_bn", "resnet_gn", "vit_ln")
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="needs a GPU; this machine has none"
+        ),
+    ),
+]
+SIZES = (16, 16, 16, 5, 16, 16)  # three times: run, record, replay
+
+
+def build(net):
+    torch.manual_seed(0)
+    return tiny.build(net)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no fisher_data")
+        yield
+
+
+@pytest.fixture
+def full_precision(monkeypatch):
+    """Programs as they are recorded, but not in bfloat16, in which a row may miss a threshold."""
+    monkeypatch.setattr(fast, "_halves", lambda *_: ())
+
+
+def batches(device):
+    draw = torch.Generator().manual_seed(3)
+    return [torch.rand(size, 3, 16, 16, generator=draw).to(device) for size in SIZES]
+
+
+def run(net, spec, speed, device, **fields):
+    model = build(net).to(device)
+    adapter = fata.adapt(model, spec, speed=speed, lr=0.01, **fields)
+    return adapter, [adapter(images) for images in batches(device)]
+
+
+def same(one, other, device):
+    limits = {"rtol": 1e-4, "atol": 1e-5} if device == "cpu" else {"rtol": 1e-2, "atol": 1e-3}
+    for a, b in zip(one[1], other[1], strict=True):
+        torch.testing.assert_close(a, b, **limits)
+    for name, tensor in one[0].state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            torch.testing.assert_close(tensor, other[0].state_dict()[name], **limits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", [s for s in SPECS if s not in ("cotta", "memo")])
+def test_the_same_answers_and_the_same_state(net, spec, device, full_precision):
+    one, other = (run(net, spec, speed, device) for speed in ("exact", "fast"))
+    same(one, other, device)
+    wanted = ("seen", "stepped", "selected")
+    if device == "cpu":
+        assert {k: one[0].counts[k] for k in wanted} == {k: other[0].counts[k] for k in wanted}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("net", NETS)
+def test_a_threshold_that_few_rows_pass(net, device, full_precision):
+    """Rows are padded: what is added weighs nothing."""
+    fields = {"threshold": 0.97, "fata_threshold": 0.95}
+    one, other = (run(net, "sar+fata", speed, device, **fields) for speed in ("exact", "fast"))
+    same(one, other, device)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("net", NETS)
+def test_half_precision_answers_nearly_the_same(net, device):
+    one, other = (run(net, "eata+fata", speed, device)[1] for speed in ("exact", "fast"))
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_nothing_selected_moves_nothing(net):
+    adapter, _ = run(net, "sar+fata", "fast", "cpu", threshold=1e-6, fata_threshold=1e-6)
+    assert adapter.counts["stepped"] == 0
+    fresh = build(net).state_dict()
+    assert all(torch.equal(v, fresh[k]) for k, v in adapter.model.state_dict().items())
+
+
+def test_joint_statistics():
+    one, other = (
+        run("resnet_bn", "eata+fata", speed, "cpu", bn_stats="joint") for speed in ("exact", "fast")
+    )
+    same(one, other, "cpu")
+
+
+def test_a_row_that_is_not_finite_gets_the_plain_models_answer():
+    images = batches("cpu")
+    images[1][2, 0, 0, 0] = torch.nan
+    answers = []
+    for speed in ("exact", "fast"):
+        adapter = fata.adapt(build("resnet_bn"), "tent", speed=speed)
+        answers.append([adapter(batch) for batch in images])
+    for a, b in zip(*answers, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_padding_costs_an_eighth_of_the_batch_at_most():
+    adapter, _ = run("resnet_gn", "eata+fata", "fast", "cpu", threshold=0.97, fata_threshold=0.95)
+    exact, _ = run("resnet_gn", "eata+fata", "exact", "cpu", threshold=0.97, fata_threshold=0.95)
+    limit = len(SIZES) * max(SIZES) / 8
+    assert adapter.counts["rows_backward"] <= exact.counts["rows_backward"] + limit
+
+
+def test_another_speed_is_an_error():
+    with pytest.raises(ValueError, match="exact, fast"):
+        fata.adapt(tiny.build("resnet_gn"), "tent", speed="warp")

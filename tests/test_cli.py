@@ -1,5 +1,6 @@
 """The command: a method of one's own under the battery, the demo, and wrong input."""
 
+import subprocess
 import sys
 
 import pytest
@@ -129,3 +130,26 @@ def test_demo_refuses_a_model_that_is_not_here(call):
 def test_version_and_help(call):
     assert fata.__version__ in call("--version").output
     assert "check" in call("--help").output
+
+
+def test_help_does_not_wait_for_pytorch():
+    """Of all commands in one process: whatever is imported for any of them is seen."""
+    names = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
+    assert "train-source" in names
+    code = (
+        "import sys; from fata.cli import app\n"
+        f"for command in ([], *([name] for name in {names})):\n"
+        "    try: app([*command, '--help'])\n"
+        "    except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'torchvision', 'timm', 'plotly', 'numpy'} & {*sys.modules}"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("Usage:") == 1 + len(names)
+
+
+def test_public_names_are_found_when_asked_for():
+    assert all(getattr(fata, name) is not None for name in fata.__all__)
+    assert {*fata.__all__, "__version__"} <= {*dir(fata)}
+    with pytest.raises(AttributeError, match="no attribute 'adopt'"):
+        _ = fata.adopt

@@ -1,15 +1,19 @@
 """Test-time adaptation of image classifiers, with feature augmentation (FATA)."""
 
-from fata import data, tiny, zoo
-from fata.adapter import Adapter, adapt
-from fata.augment import Fata
-from fata.corruptions import corrupt
-from fata.data.streams import stream
-from fata.method import Batch, Memory, Method
-from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
-from fata.selection import Selection
-from fata.state import StateError
-from fata.structure import layers
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fata import corruptions, data, tiny, zoo
+    from fata.adapter import Adapter, adapt
+    from fata.augment import Fata
+    from fata.corruptions import corrupt
+    from fata.data.streams import stream
+    from fata.method import Batch, Memory, Method
+    from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
+    from fata.selection import Selection
+    from fata.state import StateError
+    from fata.structure import layers
 
 __version__ = "0.1.0"
 
@@ -31,9 +35,37 @@ __all__ = [
     "Tent",
     "adapt",
     "corrupt",
+    "corruptions",
     "data",
     "layers",
     "stream",
     "tiny",
     "zoo",
 ]
+
+# Where the names above are; they are imported when first asked for, as PyTorch takes seconds.
+_FROM = {
+    "adapter": ("Adapter", "adapt"),
+    "augment": ("Fata",),
+    "corruptions": ("corrupt",),
+    "data.streams": ("stream",),
+    "method": ("Batch", "Memory", "Method"),
+    "methods": ("Cotta", "Deyo", "Eata", "Memo", "Norm", "Sar", "Source", "Tent"),
+    "selection": ("Selection",),
+    "state": ("StateError",),
+    "structure": ("layers",),
+}
+_PLACES = {name: module for module, names in _FROM.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'fata' has no attribute {name!r}")
+    if name not in _PLACES:
+        return import_module(f"fata.{name}")
+    globals()[name] = value = getattr(import_module(f"fata.{_PLACES[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,5 @@
 """The commands of `fata`, one file each."""
 
-import torch
 import typer
 from rich.console import Console
 
@@ -14,6 +13,8 @@ def say(text: str) -> None:
 
 def chosen_device(name: str | None) -> str:
     """A device that is there; by default a GPU where there is one."""
+    import torch
+
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         torch.empty(0, device=name)

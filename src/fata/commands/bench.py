@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import (
@@ -17,17 +17,14 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fata.bench.cell import Cell, key
-from fata.bench.grid import Grid, GridError, read
-from fata.bench.run import Task, estimate, missing, run
-from fata.bench.store import Store, StoreError
-from fata.bench.tables import comparisons
-from fata.bench.workshop import Workshop
 from fata.commands import chosen_device, console, say
-from fata.commands.tables import show
-from fata.data import DataError
-from fata.data import open as open_data
-from fata.zoo import ZooError
+
+if TYPE_CHECKING:
+    from fata.bench.cell import Cell
+    from fata.bench.grid import Grid
+    from fata.bench.run import Task
+    from fata.bench.store import Store
+    from fata.bench.workshop import Workshop
 
 
 def bench(
@@ -106,6 +103,17 @@ def bench(
     Each cell is kept in the store as soon as it is done. The same command again runs what is
     missing: after Ctrl-C, a crash, or with more methods or seeds.
     """
+    from fata.bench.cell import key
+    from fata.bench.grid import GridError
+    from fata.bench.run import missing
+    from fata.bench.store import Store, StoreError
+    from fata.bench.tables import comparisons
+    from fata.bench.workshop import Workshop
+    from fata.commands.tables import show
+    from fata.data import DataError
+    from fata.data import open as open_data
+    from fata.zoo import ZooError
+
     flags = {
         "models": _split(model),
         "data": _split(data),
@@ -153,6 +161,8 @@ def announce(
 
 def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) -> None:
     """The cells to run, and about how long they will take."""
+    from fata.bench.run import estimate
+
     for task in tasks:
         say(f"  {task.cell}")
     if tasks:
@@ -165,6 +175,8 @@ def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) 
 
 def carry_out(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) -> Show:
     """Run cells and show how it goes; Ctrl-C leaves those that are done."""
+    from fata.bench.run import run
+
     watcher = Show(len(tasks))
     try:
         with watcher:
@@ -241,6 +253,8 @@ class Show:
 
 
 def _grid(config: Path | None, flags: dict[str, Any]) -> Grid:
+    from fata.bench.grid import Grid, GridError, read
+
     fields = {**(read(config) if config else {}), **flags}
     if "models" not in fields:
         raise GridError("give --model, such as --model mini_resnet_gn, or models in --config.")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.progress import track
 from rich.table import Table
 
-from fata import check as battery
-from fata import tiny
-from fata.augment import Fata
 from fata.commands import console
-from fata.method import Method, OwnStep
+
+if TYPE_CHECKING:
+    from fata.method import Method
 
 
 def check(
@@ -31,6 +29,13 @@ def check(
     The method is made without arguments, and adapts small networks with BatchNorm, GroupNorm and
     LayerNorm in batches of 16 and of 1. Exits with 1 where a check fails.
     """
+    import torch
+
+    from fata import check as battery
+    from fata import tiny
+    from fata.augment import Fata
+    from fata.method import OwnStep
+
     mine, nets = _load(method), net or list(tiny.NAMES)
     if unknown := [name for name in nets if name not in tiny.NAMES]:
         raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(tiny.NAMES)}")
@@ -61,6 +66,8 @@ def check(
 
 
 def _load(target: str) -> Method:
+    from fata.method import Method
+
     module, _, name = target.partition(":")
     if not module or not name:
         raise typer.BadParameter(f"{target!r}: give a module and a class, as my_module:MyMethod")

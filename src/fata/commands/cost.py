@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich import box
 from rich.progress import track
 from rich.table import Table
-from torch import Tensor, nn
 
-from fata.bench.cost import Cost
-from fata.bench.cost import cost as cost_of
 from fata.commands import console
-from fata.engine import DENSE
-from fata.methods import parse
-from fata.norms import batch_norms
-from fata.zoo import ZooError
-from fata.zoo.sources import Mini, architecture
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from fata.bench.cost import Cost
 
 METHODS = "source,tent,eata,eata+fata,sar,sar+fata,deyo,deyo+fata,cotta,memo"
 
@@ -43,6 +39,15 @@ def cost(
     The paper counts forward passes, as if every row were selected. Ours learn from a share of the
     rows, and the way back is counted. No weights are needed, so none are downloaded.
     """
+    import torch
+
+    from fata.bench.cost import cost as cost_of
+    from fata.engine import DENSE
+    from fata.methods import parse
+    from fata.norms import batch_norms
+    from fata.zoo import ZooError
+    from fata.zoo.sources import Mini, architecture
+
     specs = [spec.strip() for spec in methods.split(",") if spec.strip()]
     if not specs:
         raise typer.BadParameter(f"--methods {methods!r}: give some, such as eata,eata+fata.")
@@ -74,6 +79,8 @@ def cost(
 
 
 def _try(name: str, network: nn.Module, images: Tensor) -> None:
+    import torch
+
     try:
         with torch.no_grad():
             network(images)

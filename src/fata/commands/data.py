@@ -10,7 +10,6 @@ from rich.progress import Progress, track
 from rich.table import Table
 
 from fata.commands import console, say
-from fata.structure import listed
 
 
 def data(
@@ -33,6 +32,7 @@ def data(
     from fata import zoo
     from fata.data import KINDS, DataError, survey
     from fata.data import open as open_data
+    from fata.structure import listed
 
     if skip_damaged and not read:
         raise typer.BadParameter("--skip-damaged goes with --check")

@@ -5,20 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from fata.bench.cell import key
-from fata.bench.grid import Grid
-from fata.bench.run import missing, run
-from fata.bench.store import Store, StoreError
-from fata.bench.tables import comparisons
-from fata.bench.workshop import Workshop
-from fata.commands import say
+from fata.commands import chosen_device, say
 from fata.commands.bench import Show
-from fata.commands.tables import show
-from fata.data import open as open_data
-from fata.zoo.embedded import NAMES
 
 # EATA without its Fisher penalty, whose computation alone would take half a minute.
 METHODS = (
@@ -29,7 +19,9 @@ FEW = ("impulse_noise", "frost", "fog", "pixelate")
 
 
 def demo(
-    model: Annotated[str, typer.Option(help=f"One of {', '.join(NAMES)}.")] = "mini_resnet_gn",
+    model: Annotated[
+        str, typer.Option(help="mini_resnet_bn, mini_resnet_gn or mini_vit.")
+    ] = "mini_resnet_gn",
     full: Annotated[
         bool,
         typer.Option("--full", help="All 15 corruptions, 2,000 images, CoTTA and MEMO too."),
@@ -43,7 +35,16 @@ def demo(
 
     Results are kept: the same command again shows them at once, or goes on where it was stopped.
     """
+    from fata.bench.cell import key
+    from fata.bench.grid import Grid
     from fata.bench.page import page
+    from fata.bench.run import missing, run
+    from fata.bench.store import Store, StoreError
+    from fata.bench.tables import comparisons
+    from fata.bench.workshop import Workshop
+    from fata.commands.tables import show
+    from fata.data import open as open_data
+    from fata.zoo.embedded import NAMES
 
     if model not in NAMES:
         raise typer.BadParameter(f"model {model!r}: choose from {', '.join(NAMES)}.")
@@ -54,7 +55,7 @@ def demo(
         images=None if full else images,
         batch_size=64 if full else 32,
     )
-    workshop = Workshop("cuda" if torch.cuda.is_available() else "cpu")
+    workshop = Workshop(chosen_device(None))
     cells = list(grid.cells(open_data))
     try:
         folder.mkdir(parents=True, exist_ok=True)

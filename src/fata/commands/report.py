@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fata.bench.formats import COMMA_HEAD, FORMATS
-from fata.bench.store import Record, Store, StoreError
-from fata.bench.tables import comparisons
 from fata.commands import console
+
+if TYPE_CHECKING:
+    from fata.bench.store import Record
 
 
 def report(
@@ -25,6 +25,10 @@ def report(
     ] = None,
 ) -> None:
     """Tables like the paper's, curves and histograms: one page that needs no network."""
+    from fata.bench.formats import COMMA_HEAD, FORMATS
+    from fata.bench.store import Store, StoreError
+    from fata.bench.tables import comparisons
+
     suffix = output.suffix.removeprefix(".") if output else ""
     kind = kind or {"tex": "latex", "markdown": "md", "htm": "html", "": "html"}.get(suffix, suffix)
     if kind not in ("html", *FORMATS):

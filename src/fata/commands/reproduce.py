@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich import box
-from rich.table import Table
 
-from fata.bench.beside import FORMATS, LINES, Sheet, head
-from fata.bench.grid import GridError
-from fata.bench.readings import gather, hyperparameters, sheet
-from fata.bench.reproduce import Given, experiment, experiments, plan
-from fata.bench.run import missing
-from fata.bench.store import Record, Store, StoreError
-from fata.bench.tables import comparisons
-from fata.bench.workshop import Workshop
-from fata.commands import chosen_device, console, say
+from fata.commands import chosen_device, say
 from fata.commands.bench import announce, carry_out, preview
-from fata.data import DataError
-from fata.zoo import ZooError
 
-LIST = tuple(f"{name}: {one.numbers.caption}" for name, one in experiments().items())
+if TYPE_CHECKING:
+    from fata.bench.beside import Sheet
+    from fata.bench.store import Record
+
+NAMES = (
+    "table1a, table1b, table1c, table2a, table2b, table3, table4, table5, table6, table7, fig1, "
+    "fig4, fig5, figA, tableA, tableB, tableC, hyperparameters"
+)
 
 
 def reproduce(
-    name: Annotated[str | None, typer.Argument(help="\n\n".join(LIST), show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Argument(help=f"{NAMES}. Without one: what each shows.")
+    ] = None,
     imagenet_c: Annotated[
         Path | None, typer.Option("--imagenet-c", help="ImageNet-C, as released.")
     ] = None,
@@ -71,9 +67,19 @@ def reproduce(
     Cells are kept in the store, as those of fata bench are: the same command again runs what is
     missing.
     """
+    from fata.bench.beside import FORMATS
+    from fata.bench.grid import GridError
+    from fata.bench.readings import gather, hyperparameters, sheet
+    from fata.bench.reproduce import Given, experiment, experiments, plan
+    from fata.bench.run import missing
+    from fata.bench.store import Store, StoreError
+    from fata.bench.workshop import Workshop
+    from fata.data import DataError
+    from fata.zoo import ZooError
+
     if name is None:
-        for line in LIST:
-            say(line)
+        for known in experiments().values():
+            say(f"{known.name}: {known.numbers.caption}")
         return
     try:
         one = experiment(name)
@@ -107,6 +113,8 @@ def reproduce(
 
 def _kind(output: Path | None, accepted: Iterable[str]) -> str:
     """What is to be written: by the end of the file's name."""
+    from fata.bench.grid import GridError
+
     kind = output.suffix.removeprefix(".") if output else ""
     if output and kind not in accepted:
         raise GridError(
@@ -118,6 +126,10 @@ def _kind(output: Path | None, accepted: Iterable[str]) -> str:
 def _show_and_write(
     name: str, made: Sheet, records: Sequence[Record], output: Path | None, kind: str
 ) -> None:
+    from fata.bench.beside import FORMATS
+    from fata.bench.tables import comparisons
+    from fata.commands.sheets import show
+
     show(made)
     for note in made.notes:
         say(f"- {note}")
@@ -134,74 +146,3 @@ def _show_and_write(
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(output)!r}: {error}") from error
     say(f"{'report' if kind == 'html' else 'numbers'}: {output}")
-
-
-def show(made: Sheet) -> None:
-    """One line a row where there are few columns; else three, of as many columns as fit."""
-    say(f"{made.title}; † one class took over" if _fallen(made) else made.title)
-    if len(made.columns) < 3:
-        console.print(_flat(made), "")
-        return
-    for columns in _fitting(made):
-        console.print(_stacked(made, columns), "")
-
-
-def _flat(made: Sheet) -> Table:
-    """What the paper has no number of is ours alone."""
-    table = _table()
-    kept: list[tuple[str, int]] = []
-    for column in made.columns:
-        known = any(pairs[column].paper is not None for pairs in made.rows.values())
-        prefix = f"{head(column)}: " if len(made.columns) > 1 else ""
-        for place, line in enumerate(LINES):
-            if known or line == "ours":
-                table.add_column(prefix + line, justify="right")
-                kept.append((column, place))
-    for name, pairs in made.rows.items():
-        table.add_row(name, *(pairs[column].texts[place] for column, place in kept))
-    return table
-
-
-def _stacked(made: Sheet, columns: Sequence[str]) -> Table:
-    table = _table()
-    table.add_column()
-    for column in columns:
-        table.add_column(head(column), justify="right", no_wrap=True)
-    for name, pairs in made.rows.items():
-        texts = zip(*(pairs[column].texts for column in columns), strict=True)
-        for start, line, numbers in zip(_broken(name), LINES, texts, strict=True):
-            table.add_row(start, line, *numbers, end_section=line == LINES[-1])
-    return table
-
-
-def _broken(name: str) -> tuple[str, str, str]:
-    """A row's name over its three lines: the method, then its fields."""
-    first, second, *third = [*re.split("[: ]", name), "", ""]
-    return first, second, " ".join(third).strip()
-
-
-def _table() -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    table.add_column(no_wrap=True)
-    return table
-
-
-def _fitting(made: Sheet) -> Iterator[tuple[str, ...]]:
-    """The columns in portions that the terminal is wide enough for."""
-    starts = (start for name in made.rows for start in _broken(name))
-    first = max(map(len, starts)) + max(map(len, LINES)) + 1
-    some: list[str] = []
-    left = console.width - first
-    for column in made.columns:
-        texts = (text for pairs in made.rows.values() for text in pairs[column].texts)
-        wide = max(len(head(column)), *map(len, texts)) + 1
-        if some and wide > left:
-            yield tuple(some)
-            some, left = [], console.width - first
-        some.append(column)
-        left -= wide
-    yield tuple(some)
-
-
-def _fallen(made: Sheet) -> bool:
-    return any(pair.collapsed for pairs in made.rows.values() for pair in pairs.values())

@@ -9,7 +9,6 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
-import torch
 import typer
 from rich.progress import Progress
 
@@ -54,6 +53,8 @@ def train_source(
 
     Written after every epoch, so Ctrl-C keeps the last one. The recipe: docs/train-source.md.
     """
+    import torch
+
     from fata import training, zoo
     from fata.data import DataError
     from fata.data import open as open_data

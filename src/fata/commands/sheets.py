@@ -1,0 +1,83 @@
+"""The paper's numbers beside ours, on the terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.table import Table
+
+from fata.bench.beside import LINES, Sheet, head
+from fata.commands import console, say
+
+
+def show(made: Sheet) -> None:
+    """One line a row where there are few columns; else three, of as many columns as fit."""
+    say(f"{made.title}; † one class took over" if _fallen(made) else made.title)
+    if len(made.columns) < 3:
+        console.print(_flat(made), "")
+        return
+    for columns in _fitting(made):
+        console.print(_stacked(made, columns), "")
+
+
+def _flat(made: Sheet) -> Table:
+    """What the paper has no number of is ours alone."""
+    table = _table()
+    kept: list[tuple[str, int]] = []
+    for column in made.columns:
+        known = any(pairs[column].paper is not None for pairs in made.rows.values())
+        prefix = f"{head(column)}: " if len(made.columns) > 1 else ""
+        for place, line in enumerate(LINES):
+            if known or line == "ours":
+                table.add_column(prefix + line, justify="right")
+                kept.append((column, place))
+    for name, pairs in made.rows.items():
+        table.add_row(name, *(pairs[column].texts[place] for column, place in kept))
+    return table
+
+
+def _stacked(made: Sheet, columns: Sequence[str]) -> Table:
+    table = _table()
+    table.add_column()
+    for column in columns:
+        table.add_column(head(column), justify="right", no_wrap=True)
+    for name, pairs in made.rows.items():
+        texts = zip(*(pairs[column].texts for column in columns), strict=True)
+        for start, line, numbers in zip(_broken(name), LINES, texts, strict=True):
+            table.add_row(start, line, *numbers, end_section=line == LINES[-1])
+    return table
+
+
+def _broken(name: str) -> tuple[str, str, str]:
+    """A row's name over its three lines: the method, then its fields."""
+    first, second, *third = [*re.split("[: ]", name), "", ""]
+    return first, second, " ".join(third).strip()
+
+
+def _table() -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column(no_wrap=True)
+    return table
+
+
+def _fitting(made: Sheet) -> Iterator[tuple[str, ...]]:
+    """The columns in portions that the terminal is wide enough for."""
+    starts = (start for name in made.rows for start in _broken(name))
+    first = max(map(len, starts)) + max(map(len, LINES)) + 1
+    some: list[str] = []
+    left = console.width - first
+    for column in made.columns:
+        texts = (text for pairs in made.rows.values() for text in pairs[column].texts)
+        wide = max(len(head(column)), *map(len, texts)) + 1
+        if some and wide > left:
+            yield tuple(some)
+            some, left = [], console.width - first
+        some.append(column)
+        left -= wide
+    yield tuple(some)
+
+
+def _fallen(made: Sheet) -> bool:
+    return any(pair.collapsed for pairs in made.rows.values() for pair in pairs.values())

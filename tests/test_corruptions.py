@@ -286,8 +286,18 @@ def test_borders():
         (torch.zeros(1, 3, 8, 32), "fog", 1, {}, "16 pixels at least"),
         (torch.zeros(1, 3, 32, 32), "fog", 1, {"ids": [1, 2]}, "2 ids for 1 images"),
         (np.zeros((1, 3, 32, 32)), "fog", 1, {}, "must be a float32 tensor"),
+        (torch.full((1, 3, 32, 32), 255.0), "fog", 1, {}, "found 255 to 255: divide bytes by 255"),
+        (torch.full((1, 3, 32, 32), -0.01), "fog", 1, {}, "found -0.01 to -0.01"),
+        (torch.full((1, 3, 32, 32), torch.nan), "fog", 1, {}, "found nan"),
     ],
 )
 def test_wrong_input(images, name, severity, fields, message):
     with pytest.raises((ValueError, TypeError), match=message):
         fata.corrupt(images, name, severity, **fields)
+
+
+def test_what_rounding_leaves_beside_the_range_is_taken():
+    images = torch.tensor([-1e-4, 1 + 1e-4]).repeat(1, 3, 32, 16)
+    corrupted = fata.corrupt(images, "contrast", 1)
+    assert torch.isfinite(corrupted).all()
+    assert len(fata.corrupt(images[:0], "contrast", 1)) == 0

@@ -42,6 +42,7 @@ BY_NAME = {function.__name__: function for function in _FUNCTIONS}
 NAMES = tuple(BY_NAME)[:15]
 EXTRA = tuple(BY_NAME)[15:]
 SEVERITIES = (1, 2, 3, 4, 5)
+_ROUNDING = 1e-3  # a quarter of a byte's step
 
 
 def corrupt(
@@ -80,11 +81,19 @@ def corrupt(
     if severity not in SEVERITIES:
         raise ValueError(f"severity={severity!r}: must be 1, 2, 3, 4 or 5.")
     _check(images)
+    _check_range(images)
     ids = range(len(images)) if ids is None else list(ids)
     if len(ids) != len(images):
         raise ValueError(f"{len(ids)} ids for {len(images)} images: give one an image.")
     if generator is not None:
         seed = int(torch.randint(1 << 62, (), generator=generator, device=generator.device))
+    return unchecked(images, name, severity, seed, ids, jpeg)
+
+
+def unchecked(
+    images: Tensor, name: str, severity: int, seed: int, ids: Iterable[int], jpeg: bool
+) -> Tensor:
+    """As `corrupt`, of what is known to be right: it waits for no device to say so."""
     draws = Draws.of(seed, ids, name, severity, images.device)
     settings = constants(name, severity, min(images.shape[-2:]))
     corrupted = torch.cat(
@@ -113,3 +122,13 @@ def _check(images: Tensor) -> None:
         raise ValueError(f"images must be (B, 3, H, W), got shape {tuple(images.shape)}.")
     if min(images.shape[-2:]) < 16:
         raise ValueError(f"images of {tuple(images.shape[-2:])} are too small: 16 pixels at least.")
+
+
+def _check_range(images: Tensor) -> None:
+    """One look at all pixels, for which a GPU is waited for once."""
+    low, high = torch.stack(images.aminmax()).tolist() if len(images) else (0.0, 1.0)
+    if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
+        raise ValueError(
+            f"images must be in [0, 1], found {low:.4g} to {high:.4g}: divide bytes by 255, corrupt "
+            f"before mean and std are applied, and clamp what a resize made of them."
+        )

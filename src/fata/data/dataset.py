@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fata.corruptions import BY_NAME, NAMES, SEVERITIES, corrupt, weather
+from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
 from fata.structure import listed, near
 
@@ -121,7 +121,7 @@ class Dataset:
         """Corrupt pixels in [0, 1] where the corruption is not on the disk already."""
         if not self.made or domain.severity is None:
             return pixels
-        return corrupt(pixels, domain.name, domain.severity, ids=ids, jpeg=self.jpeg)
+        return unchecked(pixels, domain.name, domain.severity, 0, ids, self.jpeg)
 
     def named(self, names: Sequence[str] | None, severity: int) -> list[Domain]:
         """Domains by name; corruptions at one severity. None: the benchmark's, or all folders."""

@@ -679,6 +679,18 @@ def test_the_command_on_made_corruptions():
     assert "read 2,000 images, 0 damaged" in said
 
 
+def test_the_command_says_what_it_passes_over(tmp_path):
+    """Beside the class folders and in them; hidden files are not worth a word."""
+    classes(tmp_path, "a", "b")
+    assert "passed over" not in call(f"folder:{tmp_path}")[1]
+    for name in ("b/notes.txt", "b/.DS_Store", "a/photo.heic", "stray.png"):
+        (tmp_path / name).touch()
+    picture(tmp_path / "b" / "deeper" / "0.png")
+    code, said = call(f"folder:{tmp_path}")
+    assert code == 0
+    assert f"4 other files or folders passed over, first {tmp_path / 'a' / 'photo.heic'}" in said
+
+
 def test_the_command_finds_damaged_pictures(tmp_path):
     classes(tmp_path, "a", "b", images=3)
     damaged = tmp_path / "b" / "1.png"
@@ -690,7 +702,7 @@ def test_the_command_finds_damaged_pictures(tmp_path):
     assert "read 6 images, 1 damaged" in said
     code, said = call(f"folder:{tmp_path}", "--check", "--skip-damaged")
     assert code == 0
-    assert str(damaged) not in said
+    assert f"damaged: {damaged} (" in said
     assert "read 6 images, 1 damaged" in said
 
 

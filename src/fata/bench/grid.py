@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -113,6 +114,8 @@ def _typed(path: Path, name: str, kind: str, value: Any) -> Any:
 
 def _parsed(path: Path) -> Any:
     if path.suffix == ".toml":
+        if sys.version_info < (3, 11):
+            raise GridError("TOML needs Python 3.11; write the same keys in YAML.")
         import tomllib
 
         return tomllib.loads(path.read_text())

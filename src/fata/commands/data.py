@@ -19,7 +19,7 @@ def data(
     ] = False,
     read: Annotated[bool, typer.Option("--check", help="Read every picture.")] = False,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="With --check: count damaged pictures only.")
+        bool, typer.Option("--skip-damaged", help="With --check: exit with 0 all the same.")
     ] = False,
     model: Annotated[
         str | None, typer.Option(help="That should fit: a name that fata.zoo.load takes.")
@@ -27,7 +27,7 @@ def data(
 ) -> None:
     """Say what is in a data set: classes, domains, images, and where corruptions come from.
 
-    --check reads every picture and exits with 1 where one is damaged (--skip-damaged: with 0).
+    --check reads every picture, names the damaged ones and exits with 1 if there are any.
     """
     from fata import zoo
     from fata.data import KINDS, DataError, survey
@@ -42,6 +42,7 @@ def data(
         hidden = not console.is_terminal
         domains = track(survey.on_disk(dataset), "listing", None, console=console, disable=hidden)
         fingerprint, found = dataset.fingerprint(domains), survey.found(dataset)
+        passed_over = survey.passed_over(dataset)
     except (DataError, zoo.ZooError) as error:
         raise typer.BadParameter(str(error)) from error
     table = Table("domain", "severities", "images")
@@ -54,6 +55,8 @@ def data(
     if dataset.made:
         made, facts = {d.name for d in dataset.domains if d.severity}, dataset.provenance
         say(f"and {len(made)} corruptions, {facts['corruptions']}; frost: {facts['frost']}")
+    if passed_over:
+        say(f"{len(passed_over):,} other files or folders passed over, first {passed_over[0]}")
     say(f"fingerprint of the images: {fingerprint}")
     if fit is not None:
         say(f"fits {fit}")
@@ -62,14 +65,14 @@ def data(
 
 
 def _read_all(pictures: Iterator[tuple[int, list[str]]], total: int, skip_damaged: bool) -> None:
-    """Read pictures under a bar; name the damaged ones, or only count them."""
+    """Read pictures under a bar; name the damaged ones."""
     damaged = 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=total)
         for count, broken in pictures:
             progress.advance(task, count)
             damaged += len(broken)
-            for one in () if skip_damaged else broken:
+            for one in broken:
                 say(f"damaged: {one}")
     say(f"read {total:,} images, {damaged:,} damaged")
     if damaged and not skip_damaged:

@@ -129,6 +129,6 @@ def _check_range(images: Tensor) -> None:
     low, high = torch.stack(images.aminmax()).tolist() if len(images) else (0.0, 1.0)
     if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
         raise ValueError(
-            f"images must be in [0, 1], found {low:.4g} to {high:.4g}: divide bytes by 255, corrupt "
-            f"before mean and std are applied, and clamp what a resize made of them."
+            f"images must be in [0, 1], found {low:.4g} to {high:.4g}: divide bytes by 255, "
+            f"corrupt before mean and std are applied, and clamp what a resize made of them."
         )

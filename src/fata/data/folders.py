@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -148,6 +148,19 @@ def _files(folder: Path, labels: Mapping[str, int], view: View) -> Files:
         paths += [f"{name}/{file}" for file in inside]
         numbers += [label] * len(inside)
     return Files(folder, paths, torch.tensor(numbers), view)
+
+
+def passed_over(pictures: Files) -> Iterator[str]:
+    """What lies beside pictures or their folders and is not read, but for hidden files."""
+    used = set(pictures.paths)
+    classes = {path.partition("/")[0] for path in used}
+    for name, _ in _listing(pictures.folder):
+        if name not in classes:
+            yield str(pictures.folder / name)
+            continue
+        for inner, _ in _listing(pictures.folder / name):
+            if f"{name}/{inner}" not in used:
+                yield str(pictures.folder / name / inner)
 
 
 def _synset_folders(folder: Path, synsets: Mapping[str, int]) -> dict[str, int]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from fata.data import serve
-from fata.data.dataset import Dataset, Domain
+from fata.data import folders, serve
+from fata.data.dataset import Dataset, Domain, Files
 
 _BATCH = 64
 
@@ -35,6 +35,12 @@ def found(dataset: Dataset) -> list[Found]:
         grades = () if severity is None else (severity,)
         table[name] = Found(name, before.severities + grades, before.images + images)
     return list(table.values())
+
+
+def passed_over(dataset: Dataset) -> list[str]:
+    """Files and folders among the pictures that are not read."""
+    sources = (dataset.of(domain) for domain in on_disk(dataset))
+    return [path for one in sources if isinstance(one, Files) for path in folders.passed_over(one)]
 
 
 def read_all(dataset: Dataset, workers: int | None = None) -> Iterator[tuple[int, list[str]]]:

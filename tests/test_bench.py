@@ -179,7 +179,7 @@ def test_a_grid_comes_from_a_file(tmp_path, name, text):
 def test_an_old_python_has_no_toml(tmp_path, monkeypatch):
     monkeypatch.setattr("fata.bench.grid.sys", SimpleNamespace(version_info=(3, 10)))
     (tmp_path / "grid.toml").touch()
-    with pytest.raises(GridError, match="TOML needs Python 3.11"):
+    with pytest.raises(GridError, match=r"TOML needs Python 3\.11"):
         read(tmp_path / "grid.toml")
 
 

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -14,6 +16,27 @@ def run(page, heading):
     names = {}
     exec(compile(code, heading, "exec"), names)
     return names
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Examples may write files."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_three_lines_are_enough():
+    names = run(README, "# fata")
+    assert names["adapted"].counts["seen"] == len(names["logits"]) == 64
+
+
+def test_use_leaves_a_file_and_the_source_model(tmp_path):
+    names = run(README, "## Use")
+    assert (tmp_path / "camera-7.safetensors").exists()
+    assert names["plain"] is names["loaded"].model
+
+
+def test_no_example_is_left_out():
+    assert README.count("```python") == 4
 
 
 def test_your_own_model_runs(capsys):

@@ -100,6 +100,67 @@ def test_a_method_whose_fields_differ_is_two_rows(store, tmp_path):
     assert incomplete.average is None
 
 
+def again(store, method, accuracy, plus=None, **fields):
+    """The cells of a method once more, under other settings and with one accuracy."""
+    for record in [r for r in store if r.protocol["method"] == method and " " not in r.key]:
+        protocol = {**record.protocol, **fields}
+        if plus:
+            protocol["plus"] = {**protocol["plus"], **plus}
+        made = {**record.result, "accuracy": accuracy}
+        made["domains"] = dict.fromkeys(record.result["domains"], accuracy)
+        store.put(f"{record.key} {plus} {fields}", protocol, {}, made)
+
+
+def lines_of(store, method):
+    (table,) = comparisons(store)
+    return [line for line in table.lines if line.method.partition(" ")[0] == method], table
+
+
+def test_a_row_says_where_it_is_not_as_most_of_its_method(store):
+    for sigma in (0.5, 10, 2):
+        again(store, "tent+fata", 60.0, {"sigma": sigma})
+    lines, table = lines_of(store, "tent+fata")
+    assert [line.method.split()[1] for line in lines] == [
+        "sigma=0.5",
+        "sigma=1.0",
+        "sigma=2",
+        "sigma=10",
+    ]
+    assert not table.notes  # no value is shared by most
+    for threshold in (0.3, 0.4, 0.6, 0.7):
+        again(store, "tent+fata", 60.0, {"threshold": threshold})
+    lines, table = lines_of(store, "tent+fata")
+    assert [line.method for line in lines][:3] == [
+        *("tent+fata", "tent+fata sigma=0.5", "tent+fata sigma=2")
+    ]
+    note = "tent+fata, where its row says no more: sigma=1.0, threshold=0.5"
+    assert table.notes == (note,)
+    assert note in report(store.path, "--format", "md").output
+
+
+def test_a_gain_is_over_the_host_under_the_same_settings(store):
+    again(store, "tent", 50.0, lr=0.1)
+    again(store, "tent+fata", 53.0, lr=0.1)
+    again(store, "tent+fata", 60.5, {"sigma": 0.5})
+    gains = {line.method: line.gain for line in lines_of(store, "tent+fata")[0]}
+    assert gains == {
+        "tent+fata": pytest.approx(3.0),
+        "tent+fata lr=0.1": pytest.approx(3.0),
+        "tent+fata sigma=0.5": pytest.approx(60.5 - 56.5),
+    }
+
+
+def test_a_sweep_holds_all_else_equal(store):
+    again(store, "tent+fata", 60.0, {"sigma": 0.5})
+    again(store, "tent+fata", 10.0, {"layer": "stem"})  # also at sigma 1, and no part of the sweep
+    again(store, "tent+fata", 20.0, {"sigma": 0.1}, lr=9.0)  # alone at its rate
+    made = figures(lines_of(store, "tent")[1])
+    swept, host = made["Sensitivity to sigma_n"].data
+    assert (swept["name"], swept["x"], swept["y"]) == ("tent+fata", [0.5, 1.0], [60.0, 59.5])
+    assert (host["name"], host["y"]) == ("tent", [56.5, 56.5])
+    assert "Sensitivity to E0" not in made
+
+
 def test_folders_keep_their_names_and_ties_their_places(store):
     first = next(iter(store))
     for method, camera, accuracy in (
@@ -156,9 +217,15 @@ def test_wrong_input_is_told(tmp_path, store):
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WATCH = "<script>window.onerror = m => document.documentElement.dataset.error = m</script>"
 UNCHECK = """<script>
-const box = document.querySelector('input[value="tent+fata"]');
-box.checked = false;
-box.dispatchEvent(new Event('change', {bubbles: true}));
+for (const one of ['input[value="tent+fata"]', '.legend input[value="sar+fata"]']) {
+  const box = document.querySelector(one);
+  box.checked = false;
+  box.dispatchEvent(new Event('change', {bubbles: true}));
+}
+</script>"""
+SAY = """<script>
+const lines = document.querySelector('.plot').data.map(line => line.name);
+document.documentElement.dataset.lines = lines.join(' ');
 </script>"""
 
 
@@ -175,6 +242,7 @@ def dom(tmp_path, content):
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
 def test_the_page_works_in_a_browser(store, tmp_path):
     content = page(comparisons(store)).replace("<head>", f"<head>{WATCH}")
+    content = content.replace("</body>", f"{SAY}</body>")
     seen = dom(tmp_path, content)
     assert "data-error" not in seen
     assert seen.count('class="main-svg"') >= 8  # the figures are drawn
@@ -183,17 +251,19 @@ def test_the_page_works_in_a_browser(store, tmp_path):
         *("tent+fata", "58.50", "59.50", "60.50", "59.50 ± 0.71", "+3.00")
     ]
     assert "hidden" not in row.partition(">")[0]
-    filtered = dom(tmp_path, content.replace("</body>", f"{UNCHECK}</body>"))
+    assert 'data-lines="source norm tent tent+fata sar sar+fata"' in seen
+    filtered = dom(tmp_path, content.replace(SAY, UNCHECK + SAY))
     assert "data-error" not in filtered
     hidden = re.findall(r'<tr data-method="([^"]*)"[^>]*hidden', filtered)
     assert hidden == ["tent+fata"]
+    assert 'data-lines="source norm tent sar"' in filtered  # and a box of the figures
 
 
 def test_figures_show_what_fata_selects(store):
     """Whatever the order in which the store gives back the terms."""
     (table,) = comparisons(store)
     drawn = {
-        trace.name: list(trace.y) for trace in figures(table)["Selected rows over the stream"].data
+        line["name"]: line["y"] for line in figures(table)["Selected rows over the stream"].data
     }
     assert drawn["sar"] == [50.0, 60.0]
     assert drawn["sar+fata"] == drawn["tent+fata"] == [30.0, 40.0]

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import cycle
-from typing import Any
-
-import plotly.graph_objects as go
+import statistics
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from fata.bench.store import Record
 from fata.bench.summary import BINS
-from fata.bench.tables import Comparison, domain_name, labels
+from fata.bench.tables import Comparison, domain_name, hosts_of, labels, settings
 
-# By the method: a host is pale, and with FATA strong.
+# By the method: a host is pale, and with FATA strong; further variants have hues of their own.
 _PALE = {"tent": "#9ecae1", "eata": "#fdae6b", "sar": "#a1d99b", "deyo": "#fc9272"}
 _STRONG = {"tent": "#1f77b4", "eata": "#e6550d", "sar": "#238b45", "deyo": "#cb181d"}
 _OTHERS = ("#7f7f7f", "#111111", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
+_RIGHT, _WRONG, _DASH = "#238b45", "#cb181d", {"dash": "dash", "width": 1}
 MEAN = "mean of all"
+ENTROPIES = "Entropy of right and wrong predictions"  # of one method at a time
 Runs = dict[str, list[Record]]  # by the name of the method
 Colours = dict[str, str]
+
+
+class Figure(NamedTuple):
+    """As plotly.js takes it; made by hand, as the checks of plotly's own objects take seconds."""
+
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+    x: Sequence[float] = ()  # of lines that have none of their own
+
+
+def _axes(x: str, y: str, **more: Any) -> dict[str, Any]:
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, **more}
 
 
 def domains(comparison: Comparison) -> list[str]:
@@ -28,43 +41,61 @@ def domains(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(map(_domain, comparison.records)))
 
 
-def figures(comparison: Comparison) -> dict[str, go.Figure]:
+def colours(comparison: Comparison) -> Colours:
+    """A colour for each method; of several with the same spec, the first has the spec's."""
+    taken, found, others = set[str](), {}, 0
+    for line in comparison.lines:
+        spec = line.method.partition(" ")[0]
+        host, _, plus = spec.partition("+")
+        colour = (_STRONG if plus else _PALE).get(host)
+        if not colour or spec in taken:
+            hue = f"hsl({137 * others % 360}, 65%, 45%)"  # neighbours far apart
+            colour = _OTHERS[others] if others < len(_OTHERS) else hue
+            others += 1
+        found[line.method] = colour
+        taken.add(spec)
+    return found
+
+
+def figures(comparison: Comparison) -> dict[str, Figure]:
     """Every figure that the records have something for, by its title."""
     by_name: Runs = {line.method: [] for line in comparison.lines}
     for record, name in zip(comparison.records, labels(comparison.records), strict=True):
         by_name[name].append(record)
-    colours = _colours(by_name)
+    shades = colours(comparison)
     selecting = {
         name: records
         for name, records in by_name.items()
         if any(sum(_selected(r)) for r in records)
     }
     made = {
-        "Accuracy over the stream": _over_time(by_name, colours, "online", "accuracy so far, %"),
-        "Entropy over the stream": _over_time(by_name, colours, "entropy", "mean entropy, nats"),
-        "Accuracy against speed": _speed(by_name, colours),
+        "Accuracy over the stream": _over_time(by_name, shades, "online", "accuracy so far, %"),
+        "Entropy over the stream": _over_time(by_name, shades, "entropy", "mean entropy, nats"),
+        "Accuracy against speed": _speed(by_name, shades),
     }
     if selecting:
         made |= {
-            "Selected rows over the stream": _shares(selecting, colours, "selected", "selected, %"),
+            "Selected rows over the stream": _shares(selecting, shades, "selected", "selected, %"),
             "Right pseudo-labels over the stream": _shares(
-                selecting, colours, "pseudo_labels", "right among the selected, %"
+                selecting, shades, "pseudo_labels", "right among the selected, %"
             ),
-            "Classes by number of selected samples": _histogram(selecting, colours),
-            "Accuracy of a class against its selected samples": _classes(selecting, colours),
+            "Classes by number of selected samples": _histogram(selecting, shades),
+            "Accuracy of a class against its selected samples": _classes(selecting, shades),
         }
-    made["Entropy of right and wrong predictions"] = _entropies(by_name, colours)
-    if swept := _sensitivity(comparison):
-        made["Sensitivity"] = swept
+    made[ENTROPIES] = _entropies(by_name)
+    for field, title, kind in (("sigma", "sigma_n", "log"), ("threshold", "E0 / ln C", "linear")):
+        swept = _sensitivity(by_name, shades, field, title, kind)
+        if swept.data:
+            made[f"Sensitivity to {title.partition(' ')[0]}"] = swept
     return made
 
 
-def _over_time(by_name: Runs, colours: Colours, what: str, unit: str) -> go.Figure:
+def _over_time(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:
     """One line a method, for each domain and for their mean."""
     return _by_domain(by_name, colours, lambda result: result["curve"][what], unit)
 
 
-def _shares(by_name: Runs, colours: Colours, what: str, unit: str) -> go.Figure:
+def _shares(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:
     """As above, of FATA's selection where it is there, else the host's."""
     return _by_domain(by_name, colours, lambda result: _term(result["curve"][what]), unit)
 
@@ -74,121 +105,143 @@ def _by_domain(
     colours: Colours,
     points: Callable[[Mapping[str, Any]], Sequence[float | None]],
     unit: str,
-) -> go.Figure:
-    figure = go.Figure()
+) -> Figure:
+    lengths = (record.result["curve"]["batch"] for some in by_name.values() for record in some)
+    figure = Figure([], _axes("batch", unit), max(lengths, key=len))
     for name, records in by_name.items():
         for domain in dict.fromkeys((MEAN, *map(_domain, records))):
             some = [r for r in records if domain in (MEAN, _domain(r))]
-            figure.add_scatter(
-                x=max((r.result["curve"]["batch"] for r in some), key=len),
-                y=_mean([points(r.result) for r in some]),
-                name=name,
-                meta=domain,  # the page shows one at a time
-                line_color=colours[name],
-            )
-    figure.update_layout(xaxis_title="batch", yaxis_title=unit, xaxis_tickformat="d")
+            batches = max((r.result["curve"]["batch"] for r in some), key=len)
+            line = {
+                "y": _mean([points(r.result) for r in some]),
+                "name": name,
+                "meta": domain,  # the page shows one at a time
+                "mode": "lines",
+                "line": {"color": colours[name]},
+            }
+            figure.data.append(line if batches == figure.x else {**line, "x": batches})
     return figure
 
 
-def _histogram(by_name: Runs, colours: Colours) -> go.Figure:
-    """How many classes have how many selected samples: few have many (the paper's Fig. 1a, 5)."""
-    figure = go.Figure()
+def _histogram(by_name: Runs, colours: Colours) -> Figure:
+    """How many classes have how few selected samples (the paper's Fig. 1a, 5), summed up."""
+    images = [n for some in by_name.values() for r in some for n in r.result["classes"]["images"]]
+    most = 2 * int(statistics.median(n for n in images if n))  # beyond are those that took over
+    steps = range(0, most + 1, max(1, most // 100))
+    axes = _axes("selected samples of a class", "classes with at most so many, %")
+    figure = Figure([], axes, list(steps))
     for name, records in by_name.items():
-        counts = [count for r in records for count in _selected(r)]
-        figure.add_histogram(
-            x=counts, name=name, opacity=0.6, nbinsx=40, marker_color=colours[name]
-        )
-    figure.update_layout(
-        barmode="overlay", xaxis_title="selected samples of a class", yaxis_title="classes"
-    )
+        counts = sorted(count for record in records for count in _selected(record))
+        shares = [_short(100 * bisect_right(counts, step) / len(counts)) for step in steps]
+        line = {"color": colours[name], "shape": "hv"}
+        figure.data.append({"y": shares, "name": name, "mode": "lines", "line": line})
     return figure
 
 
-def _classes(by_name: Runs, colours: Colours) -> go.Figure:
-    """The paper's Fig. 1b: a point a class."""
-    figure = go.Figure()
+def _classes(by_name: Runs, colours: Colours) -> Figure:
+    """The paper's Fig. 1b: a point a class, mean of all streams."""
+    axes = _axes("selected samples of a class, a stream", "accuracy of the class, %")
+    figure = Figure([], axes)
     for name, records in by_name.items():
-        xs: list[float] = []
-        ys: list[float] = []
-        for record in records:
-            classes = record.result["classes"]
-            selected = _selected(record)
-            for number, right, all_ in zip(
-                selected, classes["right"], classes["images"], strict=True
-            ):
-                if all_:
-                    xs.append(number)
-                    ys.append(100 * right / all_)
-        figure.add_scatter(
-            x=xs, y=ys, name=name, mode="markers", marker={"color": colours[name], "size": 5}
-        )
-    figure.update_layout(
-        xaxis_title="selected samples of a class", yaxis_title="accuracy of the class, %"
-    )
+        classes = [record.result["classes"] for record in records]
+        selected = _summed(map(_selected, records))
+        right, images = (_summed(one[what] for one in classes) for what in ("right", "images"))
+        points = [
+            (_short(number / len(records)), _short(100 * good / all_))
+            for number, good, all_ in zip(selected, right, images, strict=True)
+            if all_
+        ]
+        xs, ys = zip(*points, strict=True)
+        dots = {"mode": "markers", "marker": {"color": colours[name], "size": 6}}
+        figure.data.append({"x": xs, "y": ys, "name": name, **dots})
     return figure
 
 
-def _entropies(by_name: Runs, colours: Colours) -> go.Figure:
+def _entropies(by_name: Runs) -> Figure:
     """The paper's Fig. 1c: how far the thresholds let wrong predictions in."""
-    figure = go.Figure()
-    centres = [(bin_ + 0.5) / BINS for bin_ in range(BINS)]
+    lines = [
+        {"type": "line", "x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "line": _DASH}
+        for at in (0.4, 0.5)
+    ]
+    axes = _axes(
+        "entropy / ln C; dashed: 0.4 and 0.5", "predictions", shapes=lines, showlegend=True
+    )
+    figure = Figure([], axes, [_short((bin_ + 0.5) / BINS) for bin_ in range(BINS)])
     for name, records in by_name.items():
-        for kind, dash in (("right", "solid"), ("wrong", "dot")):
-            total: Counter[int] = Counter()
-            for record in records:
-                total.update(dict(enumerate(record.result["entropies"][kind])))
-            figure.add_scatter(
-                x=centres,
-                y=[total[bin_] for bin_ in range(BINS)],
-                name=f"{name}, {kind}",
-                line={"color": colours[name], "dash": dash},
-                visible=True if name == next(iter(by_name)) else "legendonly",
-            )
-    for threshold, side in ((0.4, "top left"), (0.5, "top right")):
-        figure.add_vline(
-            threshold, line_dash="dash", annotation={"text": threshold}, annotation_position=side
-        )
-    figure.update_layout(xaxis_title="entropy / ln C", yaxis_title="predictions")
+        for kind, colour in (("right", _RIGHT), ("wrong", _WRONG)):
+            total = _summed(record.result["entropies"][kind] for record in records)
+            look = {"mode": "lines", "line": {"color": colour}, "fill": "tozeroy"}
+            figure.data.append({"y": total, "name": kind, "meta": name, **look})
     return figure
 
 
-def _speed(by_name: Runs, colours: Colours) -> go.Figure:
+def _speed(by_name: Runs, colours: Colours) -> Figure:
     """Where a method stands between accuracy and cost."""
-    figure = go.Figure()
+    figure = Figure([], _axes("images a second, as it ran", "accuracy, %"))
+    figure.layout["xaxis"]["type"] = "log"
     for name, records in by_name.items():
-        rows = sum(r.result["rows"] for r in records)
-        figure.add_scatter(
-            x=[rows / sum(r.result["seconds"] for r in records)],
-            y=[sum(r.result["accuracy"] for r in records) / len(records)],
-            name=name,
-            mode="markers+text",
-            text=[name],
-            textposition="top center",
-            marker={"color": colours[name], "size": 10},
-        )
-    figure.update_layout(xaxis_title="images a second", yaxis_title="accuracy, %", showlegend=False)
+        seconds = sum(record.result["seconds"] for record in records)
+        rows = sum(record.result["rows"] for record in records)
+        point = {"x": [_short(rows / seconds)], "y": [_short(_accuracy(records))]}
+        dot = {"mode": "markers", "marker": {"color": colours[name], "size": 11}}
+        figure.data.append({**point, "name": name, **dot})
     return figure
 
 
-def _sensitivity(comparison: Comparison) -> go.Figure | None:
-    """The paper's Fig. 4: accuracy against the plug-in's deviation or threshold."""
-    figure = go.Figure()
-    for field, title in (("sigma", "sigma_n"), ("threshold", "E0 / ln C")):
-        found: dict[str, dict[float, list[float]]] = {}
-        for record in comparison.records:
-            if record.protocol["plus"]:
-                rows = found.setdefault(record.protocol["method"], {})
-                at = record.protocol["plus"][field]
-                rows.setdefault(at, []).append(record.result["accuracy"])
-        for method, rows in found.items():
-            if len(rows) > 1:
-                xs = sorted(rows)
-                ys = [sum(rows[x]) / len(rows[x]) for x in xs]
-                figure.add_scatter(x=xs, y=ys, name=f"{method}, {title}", mode="lines+markers")
-    if not figure.data:
-        return None
-    figure.update_layout(xaxis_title="value", yaxis_title="accuracy, %")
+def _sensitivity(by_name: Runs, colours: Colours, field: str, title: str, kind: str) -> Figure:
+    """The paper's Fig. 4: accuracy against a field of FATA, all else equal; its host is dashed."""
+    figure = Figure([], _axes(title, "accuracy, %", showlegend=True))
+    names = [name for name, records in by_name.items() for _ in records]
+    hosts = hosts_of([r for records in by_name.values() for r in records], names)
+    values: set[float] = set()
+    for sweep in _sweeps(by_name, field):
+        shared = set.intersection(*({_stream(r) for r in by_name[n]} for n in sweep.values()))
+        if not shared:
+            continue
+        values |= set(sweep)
+        first = next(iter(sweep.values()))
+        runs = [[r for r in by_name[name] if _stream(r) in shared] for name in sweep.values()]
+        about = " ".join(part for part in first.split(" ") if f"{field}=" not in part)
+        line = {"color": colours.get(about, colours[first])}
+        ys = [_short(_accuracy(some)) for some in runs]
+        look = {"mode": "lines+markers", "line": line}
+        figure.data.append({"x": list(sweep), "y": ys, "name": about, **look})
+        host = [r for r in by_name.get(hosts[first], ()) if _stream(r) in shared]
+        if {_stream(r) for r in host} == shared:
+            level = [_short(_accuracy(host))] * len(sweep)
+            look = {"mode": "lines", "line": {**line, "dash": "dash"}}
+            figure.data.append({"x": list(sweep), "y": level, "name": hosts[first], **look})
+    figure.layout["xaxis"] |= {"type": kind, "tickvals": sorted(values)}
     return figure
+
+
+def _sweeps(by_name: Runs, field: str) -> Iterator[dict[float, str]]:
+    """Methods that differ in a field of FATA alone: names by its value, in order."""
+    found: dict[str, dict[float, str]] = {}
+    for name, records in by_name.items():
+        protocol = records[0].protocol
+        if protocol["plus"]:
+            rest = {**protocol, "plus": {**protocol["plus"], field: None}}
+            kept = json.dumps([protocol["method"], settings(rest)])
+            found.setdefault(kept, {})[protocol["plus"][field]] = name
+    return (dict(sorted(sweep.items())) for sweep in found.values() if len(sweep) > 1)
+
+
+def _stream(record: Record) -> tuple[str, int]:
+    return str(record.protocol["domains"]), record.protocol["seed"]
+
+
+def _accuracy(records: Sequence[Record]) -> float:
+    return statistics.fmean(record.result["accuracy"] for record in records)
+
+
+def _summed(counts: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(some) for some in zip(*counts, strict=True)]
+
+
+def _short(value: float) -> float:
+    """As many digits as can be seen: a page may hold a million numbers."""
+    return float(f"{value:.4g}")
 
 
 def _selected(record: Record) -> Sequence[int]:
@@ -213,17 +266,5 @@ def _mean(curves: Sequence[Sequence[float | None]]) -> list[float | None]:
     for at in range(max(len(curve) for curve in curves)):
         here = [c[at] for c in curves if at < len(c)]
         known = [value for value in here if value is not None and math.isfinite(value)]
-        means.append(sum(known) / len(known) if known else None)
+        means.append(_short(sum(known) / len(known)) if known else None)
     return means
-
-
-def _colours(names: Iterable[str]) -> Colours:
-    """A colour for each method; of several with the same spec, the first has the spec's."""
-    others, taken, found = cycle(_OTHERS), set[str](), {}
-    for name in names:
-        spec = name.partition(" ")[0]
-        host, _, plus = spec.partition("+")
-        colour = (_STRONG if plus else _PALE).get(host)
-        found[name] = colour if colour and spec not in taken else next(others)
-        taken.add(spec)
-    return found

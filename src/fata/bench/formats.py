@@ -25,7 +25,8 @@ def markdown(comparison: Comparison) -> str:
             for column, text in zip(columns, _texts(line, columns), strict=True)
         ]
         lines.append(f"| {' | '.join([line.method, *cells, _gain(line)])} |")
-    return "\n".join(lines) + "\n"
+    notes = [line for note in comparison.notes for line in ("", note)]
+    return "\n".join([*lines, *notes]) + "\n"
 
 
 def latex(comparison: Comparison) -> str:
@@ -46,7 +47,7 @@ def latex(comparison: Comparison) -> str:
         rows.append(" & ".join([_escaped(line.method), *cells, _gain(line)]) + r" \\")
     return "\n".join(
         [
-            f"% {comparison.title}",
+            *(f"% {line}" for line in (comparison.title, *comparison.notes)),
             rf"\begin{{tabular}}{{l{'r' * (len(columns) + 1)}}}",
             r"\toprule",
             *([rf" & {heads} \\"] if heads else []),

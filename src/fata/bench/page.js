@@ -3,29 +3,44 @@
 const chosen = name =>
   new Set([...document.querySelectorAll(`input[name=${name}]:checked`)].map(box => box.value));
 
-// Only what is chosen: sections by model and scenario, rows and lines by method.
+// Only what is chosen: sections by model and scenario; rows, boxes and lines by method.
 function show() {
   const models = chosen("model"), scenarios = chosen("scenario"), methods = chosen("method");
   for (const section of document.querySelectorAll("section[data-model]")) {
     section.hidden = !(models.has(section.dataset.model) && scenarios.has(section.dataset.scenario));
   }
-  for (const row of document.querySelectorAll("tr[data-method]")) {
-    row.hidden = !methods.has(row.dataset.method);
+  for (const part of document.querySelectorAll("[data-method]")) {
+    part.hidden = !methods.has(part.dataset.method);
   }
   draw();
 }
 
+const axis = {gridcolor: "#e6e9ef", zerolinecolor: "#e6e9ef", linecolor: "#9aa3b2", automargin: true};
+const base = {
+  margin: {l: 45, r: 12, t: 26, b: 40}, font: {size: 12, color: "#1c2330"}, showlegend: false,
+  legend: {orientation: "h", x: 0, y: 1, yanchor: "bottom"},
+  hovermode: "closest", hoverlabel: {namelength: -1},
+};
+const every = new Set([...document.querySelectorAll("input[name=method]")].map(box => box.value));
+const read = {};  // figures that were looked at
+
 // Figures are drawn when they are seen: a page may hold hundreds.
 function draw() {
   const methods = chosen("method");
+  const gone = name => every.has(name.split(" ")[0]) && !methods.has(name.split(" ")[0]);
   for (const section of document.querySelectorAll("section[data-model]:not([hidden])")) {
-    const domain = section.querySelector("select.domain").value;
+    const boxes = [...section.querySelectorAll(".legend input:not(:checked)")];
+    const off = new Set(boxes.map(box => box.value));
     for (const plot of section.querySelectorAll("details[open] .plot")) {
-      const figure = JSON.parse(document.getElementById(plot.dataset.from).textContent);
-      const data = figure.data.filter(trace =>
-        methods.has(trace.name.split(",")[0].split(" ")[0]) &&
-        (trace.meta === undefined || trace.meta === domain));
-      Plotly.react(plot, data, figure.layout, {responsive: true, displayModeBar: false});
+      const own = plot.parentElement.querySelector("select") ?? section.querySelector("select");
+      const id = plot.dataset.from;
+      const {data, layout, x} = read[id] ??= JSON.parse(document.getElementById(id).textContent);
+      const drawn = data.filter(trace =>
+        !gone(trace.name) && (layout.showlegend || !off.has(trace.name)) &&
+        (trace.meta === undefined || trace.meta === own.value))
+        .map(trace => ({x, ...trace}));
+      const both = {xaxis: {...axis, ...layout.xaxis}, yaxis: {...axis, ...layout.yaxis}};
+      Plotly.react(plot, drawn, {...base, ...layout, ...both}, {responsive: true, displayModeBar: false});
     }
   }
 }

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import plotly.io as pio
 from plotly.offline import get_plotlyjs
 
-from fata.bench.figures import MEAN, domains, figures
+from fata.bench.figures import ENTROPIES, MEAN, colours, domains, figures
 from fata.bench.formats import text
 from fata.bench.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
 
 _STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{kind}").read_text() for kind in ("css", "js"))
+_MOST, _FEW = 12, 8  # lines in a figure at first: all of so many, or else so few
 
 
 def page(comparisons: Sequence[Comparison], title: str = "Test-time adaptation") -> str:
@@ -54,33 +54,54 @@ def _filter(name: str, values: dict[str, None]) -> str:
 def _section(number: int, comparison: Comparison) -> str:
     plots, scripts = [], []
     for place, (name, figure) in enumerate(figures(comparison).items()):
-        figure.update_layout(
-            template="plotly_white",
-            margin={"l": 50, "r": 10, "t": 30, "b": 40},
-            legend={"orientation": "h", "y": -0.25},
-        )
         at = f"figure-{number}-{place}"
-        content = str(pio.to_json(figure)).replace("</", "<\\/")
+        content = json.dumps(figure._asdict(), separators=(",", ":")).replace("</", "<\\/")
         scripts.append(f"<script type='application/json' id='{at}'>{content}</script>")
-        plots.append(f"<div><h3>{name}</h3><div class='plot' data-from='{at}'></div></div>")
+        one = _choice(line.method for line in comparison.lines) if name == ENTROPIES else ""
+        plots.append(f"<div><h3>{name} {one}</h3><div class='plot' data-from='{at}'></div></div>")
     protocols = [
         {**{k: v for k, v in r.protocol.items() if k not in ("domains", "seed")}, **r.circumstances}
         for r in comparison.records
     ]
-    choices = "".join(f"<option>{domain}</option>" for domain in (MEAN, *domains(comparison)))
     distinct = list(dict.fromkeys(json.dumps(p, indent=1, sort_keys=True) for p in protocols))
     shown = html.escape("\n".join(distinct[:20]))
+    seeds = len({record.protocol["seed"] for record in comparison.records})
+    about = (f"{seeds} seed{'s' if seeds > 1 else ''}", *comparison.notes)
     return (
         f"<section data-model='{html.escape(comparison.model)}' "
         f"data-scenario='{html.escape(comparison.scenario)}'>"
         f"<h2>{html.escape(comparison.title)}</h2>"
         f"<div class='scroll'>{table(comparison)}</div>"
+        f"<p class='notes'>{'<br>'.join(map(html.escape, about))}</p>"
         f"<details {'open' if number == 0 else ''}><summary>Figures</summary>"
-        f"<label>curves of <select class='domain'>{choices}</select></label>"
+        f"{_legend(comparison)}"
+        f"<label>curves of {_choice((MEAN, *domains(comparison)))}</label>"
         f"<div class='figures'>{''.join(plots)}</div></details>"
         f"<details><summary>Protocol</summary><pre>{shown}</pre></details>"
         f"{''.join(scripts)}</section>"
     )
+
+
+def _choice(values: Iterable[str]) -> str:
+    options = "".join(f"<option>{html.escape(value)}</option>" for value in values)
+    return f"<select>{options}</select>"
+
+
+def _legend(comparison: Comparison) -> str:
+    """A box a method, for all figures of a section; of many, the plain and the best are drawn."""
+
+    def place(line: Line) -> tuple[bool, float]:
+        return " " in line.method, -line.average.mean if line.average else 0.0
+
+    lines = sorted(comparison.lines, key=place)
+    drawn = {line.method for line in (lines if len(lines) <= _MOST else lines[:_FEW])}
+    boxes = "".join(
+        f"<label data-method='{html.escape(name.partition(' ')[0])}'><input type='checkbox' "
+        f"value='{html.escape(name)}'{' checked' if name in drawn else ''}>"
+        f"<i style='background:{colour}'></i>{html.escape(name)}</label> "
+        for name, colour in colours(comparison).items()
+    )
+    return f"<div class='legend'>{boxes}</div>"
 
 
 def table(comparison: Comparison) -> str:

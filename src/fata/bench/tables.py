@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +78,17 @@ class Comparison:
         severity = "" if self.severity is None else f", severity {self.severity}"
         return f"{self.model}, {self.data}, {self.scenario}{severity}"
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a row's name leaves out: the settings that most rows of a method share."""
+        kept = {
+            method: ", ".join(f"{name}={value}" for name, value in fields.items() if value)
+            for method, fields in _usual(self.records).items()
+        }
+        return tuple(
+            f"{m}, where its row says no more: {fields}" for m, fields in kept.items() if fields
+        )
+
     def rank(self, column: str, line: Line) -> int:
         """1 for the best mean of a column, 2 for the second best, 0 for the others."""
         value = line.at(column)
@@ -130,7 +144,8 @@ def _lines(records: Sequence[Record]) -> tuple[tuple[str, ...], tuple[Line, ...]
     met = {column for row in found.values() for column in row}
     columns = (*(n for n in NAMES if n in met), *sorted(met - set(NAMES)))
     lines = {name: _line(name, found[name], columns) for name in _ordered(found)}
-    return columns, tuple(_with_gain(line, lines) for line in lines.values())
+    hosts = hosts_of(records, names)
+    return columns, tuple(_with_gain(line, lines.get(hosts[n])) for n, line in lines.items())
 
 
 def _line(
@@ -151,42 +166,89 @@ def _line(
     return Line(name, values, average)
 
 
-def _with_gain(line: Line, lines: Mapping[str, Line]) -> Line:
-    host = lines.get(line.method.replace("+fata", "", 1)) if "+fata" in line.method else None
+def _with_gain(line: Line, host: Line | None) -> Line:
     if host is None or host.average is None or line.average is None:
         return line
     gain = line.average.mean - host.average.mean
     return Line(line.method, line.values, line.average, gain)
 
 
+def hosts_of(records: Sequence[Record], names: Sequence[str]) -> dict[str, str]:
+    """To a name with FATA that of its host under the same settings; "" where there is none."""
+    own: dict[str, dict[str, str]] = {}  # of hosts: method, settings, name
+    for record, name in zip(records, names, strict=True):
+        if not record.protocol["plus"]:
+            settings = json.dumps(_host_settings(record.protocol))
+            own.setdefault(record.protocol["method"], {})[settings] = name
+    hosts = dict.fromkeys(names, "")
+    for record, name in zip(records, names, strict=True):
+        host, plus, _ = record.protocol["method"].partition("+fata")
+        if plus and host in own:
+            alone = list(dict.fromkeys(own[host].values()))
+            only = alone[0] if len(alone) == 1 else ""
+            hosts[name] = own[host].get(json.dumps(_host_settings(record.protocol)), only)
+    return hosts
+
+
+def settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a method, of FATA and of the run, by the names that `fata bench` has for them."""
+    host, plus = protocol["host"], protocol["plus"] or {}
+    own = {f"fata_{name}" if name in host else name: value for name, value in plus.items()}
+    return {**_host_settings(protocol), **own}
+
+
+def _host_settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **protocol["host"],
+        "lr": protocol["lr"],
+        "params": protocol.get("params"),
+        "batch_size": protocol["batch_size"],
+        "speed": protocol.get("speed", "exact"),
+    }
+
+
 def labels(records: Sequence[Record]) -> list[str]:
-    """A method's name for each record, with the fields in which records of that name differ."""
-    facts = [
-        {
-            **{f"host.{k}": v for k, v in record.protocol["host"].items()},
-            **{f"fata.{k}": v for k, v in (record.protocol["plus"] or {}).items()},
-            "lr": record.protocol["lr"],
-            "batch_size": record.protocol["batch_size"],
-            "speed": record.protocol.get("speed", "exact"),
-        }
-        for record in records
-    ]
+    """A method's name for each record, with the fields in which it is not as most of that name."""
+    usual = _usual(records)
     names = []
-    for record, fact in zip(records, facts, strict=True):
-        method = record.protocol["method"]
-        same = [f for r, f in zip(records, facts, strict=True) if r.protocol["method"] == method]
-        differ = [name for name in fact if len({str(other.get(name)) for other in same}) > 1]
-        more = "".join(f" {name.rpartition('.')[2]}={fact[name]}" for name in differ)
-        names.append(method + more)
+    for record in records:
+        method, here = record.protocol["method"], settings(record.protocol)
+        odd = [name for name, most in usual[method].items() if str(here.get(name)) != most]
+        names.append(" ".join([method, *(f"{name}={here.get(name)}" for name in odd)]))
     return names
 
 
+def _usual(records: Iterable[Record]) -> dict[str, dict[str, str | None]]:
+    """By method the fields that differ, each with the value that is most common, if one is."""
+    every: dict[str, dict[str, dict[str, Any]]] = {}
+    for record in records:
+        one = settings(record.protocol)
+        every.setdefault(record.protocol["method"], {})[json.dumps(one)] = one
+    found: dict[str, dict[str, str | None]] = {}
+    for method, variants in every.items():
+        found[method] = {}
+        for name in dict.fromkeys(name for one in variants.values() for name in one):
+            values = Counter(str(one.get(name)) for one in variants.values())
+            if len(values) > 1:
+                (most, times), (_, next_times) = values.most_common(2)
+                found[method][name] = most if times > next_times else None
+    return found
+
+
 def _ordered(names: Iterable[str]) -> list[str]:
-    """As the registry has them, a host before host+FATA."""
+    """As the registry has them, a host before host+FATA; fields by their numbers."""
     hosts = list(dict.fromkeys(spec.partition("+")[0] for spec in SPECS))
 
-    def place(name: str) -> tuple[int, bool, str]:
-        spec = name.partition(" ")[0]
-        return hosts.index(spec.partition("+")[0]), "+" in spec, name
+    def place(name: str) -> tuple[int, bool, list[tuple[str, float, str]]]:
+        spec, *fields = name.split(" ")
+        return hosts.index(spec.partition("+")[0]), "+" in spec, list(map(_by_number, fields))
 
     return sorted(names, key=place)
+
+
+def _by_number(field: str) -> tuple[str, float, str]:
+    name, _, value = field.partition("=")
+    try:
+        return name, float(value), ""
+    except ValueError:
+        return name, math.inf, value

@@ -28,3 +28,5 @@ def show(comparison: Comparison) -> None:
         table.add_row(line.method, *cells, f"[{colour}]{gain}[/]", end_section="+" in line.method)
     say(f"{comparison.title}: accuracy in %; † one class took over")
     console.print(table)
+    for note in comparison.notes:
+        say(note)

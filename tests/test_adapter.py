@@ -440,7 +440,6 @@ def test_parameters_that_no_gradient_reaches():
         ("tent", {"params": "some"}, r"params='some': choose one of 'all', 'truncated'"),
         ("tent", {"params": ["layer9"]}, r"'layer9' is no parameter and no module.*Known"),
         ("tent", {"params": []}, r"name at least one"),
-        ("tent", {"guard": True}, r"guard is not part of this version"),
         ("tent", {"fisher_data": []}, r"Tent\(\) has no Fisher penalty"),
         ("eata", {"fisher_data": []}, r"fisher_data gave no batch"),
         ("eata", {"fisher_data": 5}, r"must give batches of images, such as \[images\]; got 5"),

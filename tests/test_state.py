@@ -114,7 +114,10 @@ def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
     (tmp_path / "flipped").write_bytes(flipped)
     refused(adapter(), tmp_path / "flipped", "its contents are not those that were saved")
     state = fata.state.load(saved)
-    for broken in ({**state, "meta": {"format": 1}}, {n: state[n] for n in list(state)[3:]}):
+    for broken in (
+        {**state, "meta": {"format": fata.state.FORMAT}},
+        {n: state[n] for n in list(state)[3:]},
+    ):
         with pytest.raises(fata.StateError, match="damaged"):
             adapter().load_state_dict(broken)
     with pytest.raises(FileNotFoundError, match="no state at"):
@@ -126,7 +129,11 @@ def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
 def test_a_state_of_another_format_is_refused(saved, tmp_path):
     meta = {"meta": json.dumps({**fata.state.load(saved)["meta"], "format": 99})}
     save_file(load_file(saved), tmp_path / "future", metadata=meta)
-    refused(adapter(), tmp_path / "future", "has format 99; this version of fata reads 1")
+    refused(
+        adapter(),
+        tmp_path / "future",
+        f"has format 99; this version of fata reads {fata.state.FORMAT}",
+    )
 
 
 def test_a_save_that_fails_leaves_the_old_file_whole(saved, monkeypatch):

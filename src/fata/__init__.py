@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fata.augment import Fata
     from fata.corruptions import corrupt
     from fata.data.streams import stream
+    from fata.guard import Guard
     from fata.method import Batch, Memory, Method
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
     from fata.selection import Selection
@@ -24,6 +25,7 @@ __all__ = [
     "Deyo",
     "Eata",
     "Fata",
+    "Guard",
     "Memo",
     "Memory",
     "Method",
@@ -49,6 +51,7 @@ _FROM = {
     "augment": ("Fata",),
     "corruptions": ("corrupt",),
     "data.streams": ("stream",),
+    "guard": ("Guard",),
     "method": ("Batch", "Memory", "Method"),
     "methods": ("Cotta", "Deyo", "Eata", "Memo", "Norm", "Sar", "Source", "Tent"),
     "selection": ("Selection",),

@@ -18,6 +18,7 @@ from fata.augment import Fata
 from fata.engine import Engine
 from fata.fast import FastEngine
 from fata.fisher import FisherData, fisher
+from fata.guard import Guard, Watch
 from fata.method import Method, OwnStep
 from fata.methods import describe, parse, spec_of
 from fata.methods.source import Norm
@@ -43,7 +44,8 @@ class Adapter(nn.Module):
         params: `all`, `truncated`, names of parameters or modules, or None: the method's choice.
         fisher_data: batches of clean images for EATA's penalty, one squared gradient a batch; or
             a Fisher computed before (`adapter.fisher`).
-        guard: reserved for the collapse guard; only None and False are accepted yet.
+        guard: watches for a collapse and takes the model back: True, or a `fata.Guard(...)` with
+            other settings; None or False: nobody does.
         seed: of the adapter's own draws; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16 and
             recorded passes).
@@ -64,7 +66,7 @@ class Adapter(nn.Module):
         lr: float | str | None = None,
         params: Params | None = None,
         fisher_data: FisherData | None = None,
-        guard: bool | None = None,
+        guard: Guard | bool | None = None,
         seed: int = 0,
         speed: str = "exact",
     ) -> None:
@@ -74,7 +76,7 @@ class Adapter(nn.Module):
                 raise TypeError("fata.Fata is given twice: as the method and as plus.")
             plus, method = method, Norm()
         _check_model(model)
-        _check_arguments(method, plus, fisher_data, guard)
+        _check_arguments(method, plus, fisher_data)
         check_rate(lr)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r}: must be a whole number.")
@@ -96,7 +98,9 @@ class Adapter(nn.Module):
         self._fingerprint: str | None = None
         self.model = model
         with torch.inference_mode(False):
-            engine = SPEEDS[speed](model, method, plus, theta, learning_rate, vit, seed)
+            engine = SPEEDS[speed](
+                model, method, plus, theta, learning_rate, vit, seed, _guard(guard)
+            )
             try:
                 model.eval()  # dropout and stochastic depth off
                 model.requires_grad_(False)
@@ -187,6 +191,11 @@ class Adapter(nn.Module):
         return list(self._live().theta.names)
 
     @property
+    def guard(self) -> Watch | None:
+        """The guard at work: what it did (`events`), whether it rests; None: there is none."""
+        return self._live().watch
+
+    @property
     def fisher(self) -> dict[str, Tensor] | None:
         """The Fisher information by parameter, as `fisher_data` takes it; None: there is none."""
         engine = self._live()
@@ -203,7 +212,7 @@ class Adapter(nn.Module):
         """
         counts = {name: int(number) for name, number in self._live().state.counts.items()}
         names = ("seen", "not_finite", "stepped", "dropped", "recovered")
-        rows = ("rows_forward", "rows_tail", "rows_backward")
+        rows = ("rows_forward", "rows_tail", "rows_backward", "rows_witness")
         selected = {self.method.name: counts.get("host", 0)}
         if self.plus is not None:
             selected["fata"] = counts.get("plus", 0)
@@ -239,6 +248,8 @@ class Adapter(nn.Module):
             engine.state = engine.fresh()
             engine.selected = None
             engine.theta.write(engine.source)
+            if engine.watch:
+                engine.watch.forget()
 
     def unwrap(self) -> nn.Module:
         """The plain model with the adapted weights, its modes and flags as they were given.
@@ -277,6 +288,8 @@ class Adapter(nn.Module):
         with torch.inference_mode(False):
             engine.state = states.unpack(engine, self._source(), state_dict)
             engine.theta.write(engine.state.theta)
+            if engine.watch:
+                engine.watch.forget()
 
     def _source(self) -> str:
         if self._fingerprint is None:
@@ -326,7 +339,7 @@ def adapt(
     lr: float | str | None = None,
     params: Params | None = None,
     fisher_data: FisherData | None = None,
-    guard: bool | None = None,
+    guard: Guard | bool | None = True,
     seed: int = 0,
     speed: str = "exact",
     **fields: Any,
@@ -340,7 +353,7 @@ def adapt(
         lr: learning rate, `paper` or `release`; see `Adapter`.
         params: which parameters adapt; see `Adapter`.
         fisher_data: batches of clean images for EATA; see `Adapter`.
-        guard: reserved; see `Adapter`.
+        guard: watches for a collapse; see `Adapter`. On, unless it is None or False.
         seed: of the adapter's own draws.
         speed: `exact` or `fast`; see `Adapter`.
         **fields: fields of the method or of `Fata`. One that both have is the method's;
@@ -385,9 +398,7 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _check_arguments(
-    method: Method, plus: Fata | None, fisher_data: FisherData | None, guard: bool | None
-) -> None:
+def _check_arguments(method: Method, plus: Fata | None, fisher_data: FisherData | None) -> None:
     if not isinstance(method, Method):
         raise TypeError(
             f"method must be one such as fata.Tent(), got {method!r}; "
@@ -405,5 +416,11 @@ def _check_arguments(
             "fisher_data, or say fisher_alpha=0 to mean it.",
             stacklevel=4,
         )
-    if guard:
-        raise ValueError("guard: the collapse guard is not part of this version; leave it out.")
+
+
+def _guard(guard: Guard | bool | None) -> Guard | None:
+    if isinstance(guard, Guard):
+        return guard
+    if guard is not None and not isinstance(guard, bool):
+        raise TypeError(f"guard={guard!r}: give True, False, None or a fata.Guard(...).")
+    return Guard() if guard else None

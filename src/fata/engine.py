@@ -9,6 +9,7 @@
                 v update     plain step, or SAM: ascend, learn again, descend
                 v observe    running means, moving averages
                 v recover    SAR's rule
+                v guard      a look at the source model's answers now and then
 
 Rows of GroupNorm and LayerNorm networks do not see each other, so `learn` may run on the selected
 rows alone after a gradient-free `predict`: the same gradient for less work. BatchNorm rows share
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from fata.augment import Fata, Perturb, channel_axis
+from fata.guard import Guard, Watch, Watched
 from fata.losses import weighted_mean
 from fata.method import Batch, Memory, Method, OwnStep
 from fata.norms import BatchStatistics, batch_norms
@@ -53,6 +55,8 @@ class State:
     batches: int = 0
     share: float = 0.0  # moving average of the share of selected rows
     counts: dict[str, int | Tensor] = field(default_factory=dict)
+    guard: Memory = field(default_factory=dict)
+    watched: Watched = field(default_factory=Watched)
 
     def count(self, **more: int | Tensor) -> None:
         """Add to the counters; those on the device stay there until somebody asks."""
@@ -94,6 +98,7 @@ class Engine:
         rate: Callable[[int], float],
         vit: bool,
         seed: int,
+        guard: Guard | None = None,
     ) -> None:
         self.model, self.method, self.plus, self.theta, self.rate = model, method, plus, theta, rate
         self.vit, self.seed = vit, seed
@@ -105,6 +110,13 @@ class Engine:
         self.fisher: Tensor | None = None
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
         self.state = self.fresh()
+        self.watch = Watch(guard, self) if guard and self._drifts() else None
+
+    def _drifts(self) -> bool:
+        """Whether there is something that could go wrong over time."""
+        return bool(self.theta.names) and not (
+            isinstance(self.method, OwnStep) and self.method.episodic
+        )
 
     @property
     def device(self) -> torch.device:
@@ -146,14 +158,18 @@ class Engine:
 
         A step that fails, or is interrupted, leaves model and state as they were before it.
         """
-        before = replace(self.state, counts=dict(self.state.counts))
+        watched = replace(self.state.watched, events=list(self.state.watched.events))
+        before = replace(self.state, counts=dict(self.state.counts), watched=watched)
         try:
-            if isinstance(self.method, OwnStep):
-                logits = self.method.step(self, images)
-            elif not self.theta.names:
+            if not self.theta.names or watched.resting:
+                self.selected = None
                 logits = self.predict(images)
+            elif isinstance(self.method, OwnStep):
+                logits = self.method.step(self, images)
             else:
                 logits = self._step(images)
+            if self.watch:
+                self.watch.see(images, logits)
         except BaseException:
             self.state = before
             self.theta.write(before.theta)
@@ -175,6 +191,7 @@ class Engine:
         """Descend. A gradient that is not finite moves nothing."""
         state = self.state
         fine = gradient.isfinite().all()
+        lr *= state.watched.scale
         theta, velocity = sgd(state.theta, state.velocity, gradient, lr, nesterov)
         state.theta = torch.where(fine, theta, state.theta)
         state.velocity = torch.where(fine, velocity, state.velocity)
@@ -188,6 +205,9 @@ class Engine:
         state.theta, state.velocity = state.theta.to(here), state.velocity.to(here)
         state.host = {name: tensor.to(here) for name, tensor in state.host.items()}
         state.plus = {name: tensor.to(here) for name, tensor in state.plus.items()}
+        state.guard = {name: tensor.to(here) for name, tensor in state.guard.items()}
+        if self.watch:
+            self.watch.forget()
         state.counts = {name: int(number) for name, number in state.counts.items()}
 
     def check(self, images: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The state of an adapter: what moved and what is remembered, never the whole model.
 
-Parameters, momentum, the method's memory, FATA's moving average, the counters. Noise is drawn from
+Parameters, momentum, the method's memory, FATA's moving average, the counters, what the guard saw
+(but not the states that it could go back to). Noise is drawn from
 (seed, batch number), so these two numbers are the generator. `meta` says whose state it is. A file
 is one safetensors file that is whole or not there.
 """
@@ -22,11 +23,12 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from fata.engine import Engine, State
+from fata.guard import Watched
 from fata.method import OwnStep
 from fata.methods import describe, spec_of
 from fata.structure import listed
 
-FORMAT = 1
+FORMAT = 2
 
 
 class StateError(RuntimeError):
@@ -36,7 +38,7 @@ class StateError(RuntimeError):
 def pack(engine: Engine, source: str) -> dict[str, Any]:
     """The state as tensors by name, and `meta`; `source` is the model's fingerprint."""
     state, theta = engine.state, engine.theta
-    groups = {"host": state.host, "plus": state.plus}
+    groups = {"host": state.host, "plus": state.plus, "guard": state.guard}
     if not _episodic(engine):
         groups["parameter"] = dict(zip(theta.names, theta.split(state.theta), strict=True))
         groups["momentum"] = dict(zip(theta.names, theta.split(state.velocity), strict=True))
@@ -57,6 +59,7 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
         "batches": state.batches,
         "share": state.share,
         "counts": {name: int(number) for name, number in state.counts.items()},
+        "watched": state.watched.pack(),
     }
     return {**tensors, "meta": meta}
 
@@ -105,6 +108,8 @@ def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
         meta["batches"],
         meta["share"],
         dict(meta["counts"]),
+        group("guard."),
+        Watched.unpack(meta["watched"]),
     )
 
 

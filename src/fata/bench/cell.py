@@ -19,6 +19,7 @@ from fata.corruptions import BY_NAME
 from fata.data import Dataset, Stream, stream
 from fata.data.dataset import data_name
 from fata.fisher import FisherData
+from fata.guard import Guard
 from fata.methods import describe, parse
 from fata.zoo import Loaded
 
@@ -43,6 +44,7 @@ class Cell:
         images: of each domain; None: all.
         options: of the scenario.
         speed: `exact` or `fast`.
+        guard: whether a guard watches.
     """
 
     model: str
@@ -57,11 +59,13 @@ class Cell:
     fields: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     speed: str = "exact"
+    guard: bool = False
 
     def __str__(self) -> str:
         where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} domains"
         grade = f"-{self.severity}" if self.domains[0] in BY_NAME else ""
         more = "".join(f":{name}={value}" for name, value in self.fields.items())
+        more += " guarded" if self.guard else ""
         return f"{self.model} {self.scenario} {where}{grade} {self.method}{more} #{self.seed}"
 
     def settings(self, loaded: Loaded) -> dict[str, Any]:
@@ -86,7 +90,8 @@ class Cell:
         settings = self.settings(loaded)
         if fisher is not None and self.wants_fisher(loaded):
             settings["fisher_data"] = fisher
-        return adapt(loaded.model, self.method, seed=self.seed, speed=self.speed, **settings)
+        settings |= {"seed": self.seed, "speed": self.speed, "guard": self.guard}
+        return adapt(loaded.model, self.method, **settings)
 
     def wants_fisher(self, loaded: Loaded) -> bool:
         """Whether the method has a penalty that needs clean images."""
@@ -122,6 +127,7 @@ class Cell:
             "lr": settings.get("lr", "paper"),
             "params": settings.get("params"),
             "speed": self.speed,
+            "guard": dataclasses.asdict(Guard()) if self.guard else None,
             "fisher": fisher if method.wants_fisher else None,
             "fata": fata.__version__,
         }

@@ -42,6 +42,7 @@ class Grid:
         jpeg: corruptions made on the fly go through JPEG.
         fisher: data with clean images for EATA; None: those of `data`, where it has them.
         speed: `exact` or `fast`.
+        guard: whether a guard watches every method.
     """
 
     models: tuple[str, ...]
@@ -56,6 +57,7 @@ class Grid:
     jpeg: bool = False
     fisher: str | None = None
     speed: str = "exact"
+    guard: bool = False
 
     def cells(self, opened: Callable[[str], Dataset]) -> Iterator[Cell]:
         """Every cell; those of one model and domain follow each other."""
@@ -74,7 +76,7 @@ class Grid:
                 for seed, (method, fields) in product(range(self.seeds), methods):
                     yield Cell(
                         model, data, scenario, domains, severity, method, seed,
-                        self.batch_size, self.images, fields, options, self.speed,
+                        self.batch_size, self.images, fields, options, self.speed, self.guard,
                     )  # fmt: skip
 
 

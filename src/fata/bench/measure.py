@@ -62,6 +62,7 @@ def measure(
         "domains": _by_domain(rows, domains),
         "damaged": len(damaged),
         "counts": counts,
+        "guard": [dataclasses.asdict(e) for e in adapter.guard.events] if adapter.guard else None,
         "macs": dataclasses.asdict(effective(counts, whole, tail)),
         "seconds": sum(times),
         "latency": {name: _quantile(times, share) for name, share in (("p50", 0.5), ("p95", 0.95))},

@@ -79,6 +79,9 @@ def bench(
             help="exact, or fast: bfloat16 and recorded passes on a GPU. exact, if not given."
         ),
     ] = None,
+    guard: Annotated[
+        bool | None, typer.Option("--guard", help="Let a guard watch for collapses.")
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A grid in YAML or TOML; flags go over it.")
     ] = None,
@@ -127,6 +130,7 @@ def bench(
         "jpeg": jpeg,
         "fisher": fisher,
         "speed": speed,
+        "guard": guard,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     device = chosen_device(device)

@@ -1,0 +1,204 @@
+"""The guard: silent where nothing is wrong, and back in time where something is."""
+
+import warnings
+
+import pytest
+import torch
+
+import fata
+from fata import tiny
+from fata.methods import SPECS
+
+NETS = ("resnet_bn", "resnet_gn", "vit_ln")
+NEVER = fata.Guard(narrowing=1.0, every=1)  # looks at every batch, and is content
+ALWAYS = fata.Guard(narrowing=0.0, every=1, patience=1)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "no fisher_data")
+        yield
+
+
+def build(net):
+    torch.manual_seed(0)
+    return tiny.build(net)
+
+
+def batches(count=6, rows=8):
+    draw = torch.Generator().manual_seed(1)
+    return [torch.rand(rows, 3, 16, 16, generator=draw) for _ in range(count)]
+
+
+def tensors(adapter):
+    return {k: v for k, v in adapter.state_dict().items() if k.startswith(("param", "momentum"))}
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_guard_that_finds_nothing_changes_nothing(net, spec):
+    states = []
+    for guard in (None, NEVER):
+        adapter = fata.adapt(build(net), spec, guard=guard, lr=0.01)
+        answers = torch.stack([adapter(images) for images in batches()])
+        states.append((answers, tensors(adapter)))
+    (one, before), (other, after) = states
+    assert torch.equal(one, other)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_it_is_on_by_default_and_can_be_left_out():
+    assert fata.adapt(build("resnet_gn"), "tent").guard is not None
+    assert fata.adapt(build("resnet_gn"), "tent", guard=None).guard is None
+    assert fata.adapt(build("resnet_gn"), "source").guard is None  # nothing can go wrong
+
+
+def collapsing(guard):
+    """TENT at a rate at which it falls within a few batches, on a trained network."""
+    loaded = fata.zoo.load("mini_resnet_gn")
+    data = fata.data.open("embedded", fit=loaded)
+    adapter = fata.adapt(loaded.model, "tent", lr=0.3, guard=guard)
+    right, last = 0, None
+    stream = fata.stream(data, domains=["speckle_noise"], images=960)
+    for batch in stream:
+        last = adapter(loaded.preprocess.normalise(batch.images)).argmax(1)
+        right += (last == batch.labels).sum().item()
+    return adapter, 100 * right / stream.images, last
+
+
+def test_a_collapse_is_taken_back():
+    fallen, accuracy, last = collapsing(None)
+    assert last.bincount().max() > 0.8 * len(last)  # one class has taken over
+    fallen.reset()
+    with torch.no_grad():
+        source = fata.adapt(fallen.unwrap(), "source")
+    loaded = fata.zoo.load("mini_resnet_gn")
+    stream = fata.stream(
+        fata.data.open("embedded", fit=loaded), domains=["speckle_noise"], images=960
+    )
+    plain = sum(
+        (source(loaded.preprocess.normalise(b.images)).argmax(1) == b.labels).sum().item()
+        for b in stream
+    )
+    guarded, held, _ = collapsing(True)
+    assert accuracy < 100 * plain / 960 - 20
+    assert held > 100 * plain / 960 - 10  # the first batches are lost, no more
+    assert guarded.guard.events
+    assert guarded.guard.events[0].action == "back"
+
+
+def test_a_stream_of_one_class_is_none_of_its_business():
+    """The source sees that class, too."""
+    model = build("resnet_gn")
+    with torch.no_grad():
+        model.fc.bias[2] += 1000
+    adapter = fata.adapt(model, "tent", guard=fata.Guard(narrowing=0.0, every=1))
+    answers = torch.cat([adapter(images).argmax(1) for images in batches()])
+    assert (answers == 2).all()
+    assert adapter.guard.events == []
+
+
+def test_it_goes_back_slower_and_rests_in_the_end(monkeypatch):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
+    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: (0.5, 0.1))
+    answers = [adapter(images) for images in batches(8)]
+    assert [event.action for event in adapter.guard.events] == ["back", "rest"]
+    assert [event.rate for event in adapter.guard.events] == pytest.approx([0.3, 0.09])
+    assert adapter.guard.resting
+    source = build("resnet_gn").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(answers[-1], source(batches(8)[-1]))
+    adapter.reset()
+    assert not adapter.guard.resting
+    assert adapter.guard.events == []
+
+
+def test_it_goes_back_to_the_widest_answers(monkeypatch):
+    seen = iter([(-0.1, 0.0), (-0.3, 0.0), (-0.2, 0.0), (0.5, 0.0)])
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
+    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: next(seen))
+    states = []
+    for images in batches(5):
+        adapter(images)
+        states.append(tensors(adapter))
+    (event,) = adapter.guard.events
+    assert (event.batch, event.to) == (5, 3)
+    assert all(
+        torch.equal(states[4][name], states[2][name]) for name in states[2] if "param" in name
+    )
+
+
+def test_a_saved_state_goes_on_resting(monkeypatch, tmp_path):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
+    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: (0.5, 0.1))
+    for images in batches(8):
+        adapter(images)
+    adapter.save(tmp_path / "s.safetensors")
+    other = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
+    other.load(tmp_path / "s.safetensors")
+    assert other.guard.resting
+    assert other.guard.events == adapter.guard.events
+
+
+def test_saved_and_continued_is_never_stopped(tmp_path):
+    images = batches(8)
+    whole = fata.adapt(build("resnet_gn"), "eata+fata", guard=NEVER, lr=0.01)
+    expected = [whole(batch) for batch in images]
+    first = fata.adapt(build("resnet_gn"), "eata+fata", guard=NEVER, lr=0.01)
+    for batch in images[:4]:
+        first(batch)
+    first.save(tmp_path / "s.safetensors")
+    second = fata.adapt(build("resnet_gn"), "eata+fata", guard=NEVER, lr=0.01)
+    second.load(tmp_path / "s.safetensors")
+    assert torch.equal(
+        torch.stack([second(batch) for batch in images[4:]]), torch.stack(expected[4:])
+    )
+    assert all(torch.equal(v, tensors(second)[k]) for k, v in tensors(whole).items())
+
+
+def test_a_look_that_fails_leaves_all_as_it_was(monkeypatch):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=NEVER, lr=0.01)
+    images = batches(3)
+    adapter(images[0])
+    before = tensors(adapter)
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(adapter.guard), "_narrowing", broken)
+        with pytest.raises(KeyboardInterrupt):
+            adapter(images[1])
+    assert all(torch.equal(v, tensors(adapter)[k]) for k, v in before.items())
+    with torch.no_grad():
+        for name, parameter in adapter.model.named_parameters():
+            if f"parameter.{name}" in before:
+                assert torch.equal(parameter, before[f"parameter.{name}"])
+
+
+def test_single_images_are_not_condemned_by_chance():
+    """One answer that differs among two is no sign of anything."""
+    adapter = fata.adapt(build("vit_ln"), "tent", guard=fata.Guard(every=1), lr=1e-3)
+    for images in batches(12, rows=1):
+        adapter(images)
+    assert adapter.guard.events == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"every": 0}, "every=0"),
+        ({"narrowing": -1}, "narrowing=-1"),
+        ({"slower": 2}, "slower=2"),
+        ({"patience": 1.5}, "patience=1.5"),
+    ],
+)
+def test_wrong_fields(fields, why):
+    with pytest.raises(ValueError, match=why):
+        fata.Guard(**fields)
+
+
+def test_a_guard_that_is_none():
+    with pytest.raises(TypeError, match=r"fata\.Guard"):
+        fata.adapt(build("resnet_gn"), "tent", guard="yes")

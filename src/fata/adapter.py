@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -29,11 +30,28 @@ SPEEDS = {"exact": Engine, "fast": FastEngine}
 _ADAPTED: WeakSet[nn.Module] = WeakSet()  # models that an adapter has now
 
 
+class _Turns:
+    """One caller at a time; a copy has turns of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __deepcopy__(self, memo: object) -> _Turns:
+        return _Turns()
+
+
 class Adapter(nn.Module):
     """Predicts like the model it holds, and learns from every batch.
 
     The model itself is changed: its chosen parameters move, and BatchNorm uses the statistics of
-    the batch. `reset` undoes the first, `unwrap` the second.
+    the batch. `reset` undoes the first, `unwrap` the second. Threads that share an adapter take
+    turns.
 
     Args:
         model: maps images to logits, or to an object with `.logits`.
@@ -95,6 +113,7 @@ class Adapter(nn.Module):
         self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._engine: Engine | None = None
         self._learning = True
+        self._turns = _Turns()
         self._fingerprint: str | None = None
         self.model = model
         with torch.inference_mode(False):
@@ -128,7 +147,7 @@ class Adapter(nn.Module):
         """
         engine = self._live()
         engine.check(images)
-        with torch.inference_mode(False), torch.enable_grad():
+        with self._turns, torch.inference_mode(False), torch.enable_grad():
             if images.is_inference():
                 images = images.clone()
             images = images.detach()
@@ -244,7 +263,7 @@ class Adapter(nn.Module):
     def reset(self) -> None:
         """Back to the source model, bit for bit, and to the first batch."""
         engine = self._live()
-        with torch.inference_mode(False):
+        with self._turns, torch.inference_mode(False):
             engine.state = engine.fresh()
             engine.selected = None
             engine.theta.write(engine.source)
@@ -279,13 +298,13 @@ class Adapter(nn.Module):
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
-        with torch.inference_mode(False):
+        with self._turns, torch.inference_mode(False):
             return states.pack(self._live(), self._source())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
         """Go on from a `state_dict`. One that does not belong here is refused."""
         engine = self._live()
-        with torch.inference_mode(False):
+        with self._turns, torch.inference_mode(False):
             engine.state = states.unpack(engine, self._source(), state_dict)
             engine.theta.write(engine.state.theta)
             if engine.watch:

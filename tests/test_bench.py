@@ -121,6 +121,8 @@ def test_what_is_no_store_is_named(tmp_path, content):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(StoreError, match="nowhere"):
         Store(tmp_path / "nowhere" / "r.db")
+    with pytest.raises(StoreError, match="is a folder: give a file"):
+        Store(tmp_path)
 
 
 # -- the grid -----------------------------------------------------------------------------------
@@ -151,6 +153,7 @@ def test_fields_and_options_are_read_off_the_names():
         ({"scenarios": ("normla",)}, "Did you mean 'normal'"),
         ({"methods": ("tent:lr=-1",)}, "positive number"),
         ({"seeds": 0}, "at least 1"),
+        ({"methods": ()}, "methods: give at least one"),
         ({"domains": ("fgo",)}, "Did you mean 'fog'"),
     ],
 )

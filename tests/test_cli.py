@@ -44,6 +44,7 @@ def function(): ...
 @pytest.fixture
 def call(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(GOOD)
+    (tmp_path / "wrong.py").write_text("def (")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", list(sys.path))
     monkeypatch.delitem(sys.modules, "mine", raising=False)
@@ -103,6 +104,8 @@ def test_corrupt_refuses(call, tmp_path, arguments, message):
         ("mine", "as my_module:MyMethod"),
         ("nowhere:Sure", "No module named 'nowhere'"),
         ("mine:Missing", "no attribute 'Missing'"),
+        ("wrong:Sure", "cannot be imported: SyntaxError"),
+        (".:Sure", "cannot be imported"),
         ("mine:function", "is no subclass of fata.Method"),
         ("mine:Demanding", "needs a default for each field"),
     ],

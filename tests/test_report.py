@@ -14,6 +14,8 @@ from fata.bench.page import page
 from fata.bench.store import Store
 from fata.bench.tables import AVERAGE, comparisons
 from fata.cli import app
+from fata.commands import console
+from fata.commands.tables import show
 
 DOMAINS = ("gaussian_noise", "fog", "contrast")
 ACCURACY = {
@@ -198,6 +200,19 @@ def test_the_formats_agree_with_the_store(store):
     latex = report(store.path, "--format", "latex").output
     assert r"\multicolumn{1}{c}{Noise}" in latex
     assert r"sar+fata & 5.50$^\dagger$" in latex
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_wide_table_is_cut_into_what_fits_the_terminal(store, monkeypatch, width):
+    monkeypatch.setattr(console, "width", width)
+    (table,) = comparisons(store)
+    with console.capture() as captured:
+        show(table)
+    shown = captured.get()
+    assert max(map(len, shown.splitlines()[1:])) <= width  # but for the title
+    assert all(shown.count(f" {head} ") == 1 for head in ("Gauss.", "Fog", "Contr.", "average"))
+    assert "58.50" in shown
+    assert "…" not in shown
 
 
 def test_wrong_input_is_told(tmp_path, store):

@@ -384,7 +384,8 @@ def test_every_name_works_on_a_fresh_machine(monkeypatch, name):
         (("table5", "--imagenet-c", "nowhere"), "there is no folder 'nowhere'"),
         (("table5", *EMBEDDED, "-o", "t.pdf"), "ends in .html or .md or .csv"),
         (("hyperparameters", "-o", "t.html"), "ends in .md or .csv"),
-        (("table5", *EMBEDDED, "--store", "no/where.db"), "no/where.db"),
+        (("table5", *EMBEDDED, "--store", "no/where.db"), "no/where.db: there is no folder 'no'"),
+        (("table5", *EMBEDDED, "-o", "no/where.csv"), "there is no folder 'no'"),
     ],
 )
 def test_wrong_input_is_told_with_exit_code_2(arguments, why):

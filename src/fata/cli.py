@@ -21,6 +21,7 @@ from fata.commands.train_source import train_source
 app = typer.Typer(
     help="Test-time adaptation of image classifiers, with feature augmentation (FATA).",
     no_args_is_help=True,
+    rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
 for command in (demo, bench, report, reproduce, cost, data, corrupt, train_source, check):

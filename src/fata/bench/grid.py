@@ -63,6 +63,9 @@ class Grid:
         """Every cell; those of one model and domain follow each other."""
         if self.seeds < 1:
             raise GridError(f"seeds={self.seeds}: must be at least 1.")
+        for name in ("models", "data", "methods", "scenarios", "severities"):
+            if not getattr(self, name):
+                raise GridError(f"{name}: give at least one.")
         if self.speed not in SPEEDS:
             raise GridError(f"speed={self.speed!r}: choose from {', '.join(SPEEDS)}.")
         methods = [_method(method) for method in self.methods]

@@ -48,6 +48,12 @@ class Store:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise StoreError(f"{self.path}: there is no folder {str(self.path.parent)!r}; make it.")
+        if self.path.is_dir():
+            raise StoreError(
+                f"{self.path} is a folder: give a file, such as {self.path}/results.db."
+            )
         with self._errors():
             self._connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
             self._connection.execute("PRAGMA busy_timeout = 60000")

@@ -204,6 +204,7 @@ def _host_settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
         "params": protocol.get("params"),
         "batch_size": protocol["batch_size"],
         "speed": protocol.get("speed", "exact"),
+        "guard": bool(protocol.get("guard")),
     }
 
 

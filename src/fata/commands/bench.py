@@ -31,7 +31,9 @@ def bench(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "--models", help="By comma: mini_resnet_gn, vit_base@sar, timm:NAME.TAG, ..."
+            "--model",
+            "--models",
+            help="Networks, by comma: mini_resnet_gn, vit_base@sar, timm:NAME.TAG, ...",
         ),
     ] = None,
     data: Annotated[
@@ -40,7 +42,7 @@ def bench(
     methods: Annotated[
         str | None,
         typer.Option(
-            "--methods", "--method", help="By comma, with fields: eata,eata+fata:sigma=0.5:lr=1e-3"
+            "--methods", "--method", help="By comma, with fields: eata, eata+fata:lr=1e-3, ..."
         ),
     ] = None,
     scenario: Annotated[
@@ -52,20 +54,23 @@ def bench(
     domains: Annotated[
         str | None,
         typer.Option(
-            "--domains", "--domain", help="Corruptions or folders, by comma; all, if not given."
+            "--domains",
+            "--domain",
+            help="Corruptions or folders, by comma; by default the 15, or all folders.",
         ),
     ] = None,
     severity: Annotated[
-        str | None, typer.Option("--severity", "--severities", help="By comma; 5, if not given.")
+        str | None,
+        typer.Option("--severity", "--severities", help="1 to 5, by comma; by default 5."),
     ] = None,
     seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of orders of the images; 1, if not given.")
+        int | None, typer.Option(min=1, help="Number of orders of the images; by default 1.")
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="64, if not given; 1 for bs1.")
+        int | None, typer.Option(min=1, help="Images a batch; by default 64, for bs1 1.")
     ] = None,
     images: Annotated[
-        int | None, typer.Option(min=1, help="Number of each domain; all, if not given.")
+        int | None, typer.Option(min=1, help="Images of each domain; by default all.")
     ] = None,
     jpeg: Annotated[
         bool | None, typer.Option("--jpeg", help="Made corruptions go through JPEG.")
@@ -76,7 +81,7 @@ def bench(
     speed: Annotated[
         str | None,
         typer.Option(
-            help="exact, or fast: bfloat16 and recorded passes on a GPU. exact, if not given."
+            help="exact, or fast: bfloat16 and recorded passes on a GPU; by default exact."
         ),
     ] = None,
     guard: Annotated[
@@ -88,9 +93,13 @@ def bench(
     store: Annotated[Path, typer.Option("--store", "-o", help="The file of results.")] = Path(
         "results.db"
     ),
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cuda where there is one, else cpu.")] = None,
-    workers: Annotated[int | None, typer.Option(min=0, help="Processes that decode.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=0, help="Processes that decode pictures.")
+    ] = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave damaged pictures out, and count them.")
     ] = False,
@@ -158,7 +167,8 @@ def announce(
     cells: Sequence[Cell], tasks: Sequence[Task], store: Store, workshop: Workshop, remedy: str
 ) -> None:
     """How many cells there are to run; where EATA lacks clean images, what would give some."""
-    say(f"{len(cells)} cells, {len(cells) - len(tasks)} of them in {store.path}")
+    cells_made = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
+    say(f"{cells_made}, {len(cells) - len(tasks)} of them in {store.path}")
     if any(workshop.lacks_fisher(task.cell) for task in tasks):
         say(f"EATA has no clean images for its Fisher penalty and runs without it{remedy}")
 

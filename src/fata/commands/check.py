@@ -78,6 +78,9 @@ def _load(target: str) -> Method:
         raise typer.BadParameter(f"{target!r}: {error}, looked for in this folder too") from error
     except AttributeError as error:
         raise typer.BadParameter(f"{target!r}: {error}") from error
+    except Exception as error:  # whatever the module does
+        why = f"{type(error).__name__}: {error}"
+        raise typer.BadParameter(f"{target!r} cannot be imported: {why}") from error
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise typer.BadParameter(f"{target!r} is no subclass of fata.Method")
     try:

@@ -20,7 +20,7 @@ def corrupt(
         list[str] | None, typer.Option(help="Only this corruption; may be given again.")
     ] = None,
     size: Annotated[int, typer.Option(min=16, help="Side of the images, in pixels.")] = 224,
-    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
 ) -> None:
     """Draw the sheet of all corruptions and severities of a photograph."""
     from PIL import Image, UnidentifiedImageError

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from fata.bench.cost import Cost
 
-METHODS = "source,tent,eata,eata+fata,sar,sar+fata,deyo,deyo+fata,cotta,memo"
+METHODS = "source, tent, eata, eata+fata, sar, sar+fata, deyo, deyo+fata, cotta, memo"
 
 
 def cost(
@@ -25,13 +25,15 @@ def cost(
     ],
     methods: Annotated[str, typer.Option(help="By comma.")] = METHODS,
     classes: Annotated[
-        int | None, typer.Option(min=2, help="1000; 10 for the package's own networks.")
+        int | None,
+        typer.Option(min=2, help="By default 1000, and 10 for the networks in the package."),
     ] = None,
     size: Annotated[
-        int | None, typer.Option(min=1, help="Side of an image; the network's own.")
+        int | None,
+        typer.Option(min=1, help="Side of an image in pixels; by default the network's own."),
     ] = None,
     share: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the rows that a method selects.")
+        float, typer.Option(min=0, max=1, help="Share of the rows that a method selects.")
     ] = 0.4,
 ) -> None:
     """Count multiply-accumulates an image, as the paper does and as we spend them.

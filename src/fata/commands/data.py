@@ -13,7 +13,9 @@ from fata.commands import console, say
 
 
 def data(
-    spec: Annotated[str, typer.Argument(help="Such as embedded or imagenet-c:DIR.")],
+    spec: Annotated[
+        str, typer.Argument(help="embedded, or KIND:DIR: imagenet-c:DIR, folder:DIR, ...")
+    ],
     download: Annotated[
         bool, typer.Option("--download", help="Fetch CIFAR-10 where it is missing.")
     ] = False,
@@ -22,7 +24,7 @@ def data(
         bool, typer.Option("--skip-damaged", help="With --check: exit with 0 all the same.")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="That should fit: a name that fata.zoo.load takes.")
+        str | None, typer.Option(help="A network that should fit: a name that fata.zoo.load takes.")
     ] = None,
 ) -> None:
     """Say what is in a data set: classes, domains, images, and where corruptions come from.

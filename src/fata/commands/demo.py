@@ -24,9 +24,15 @@ def demo(
     ] = "mini_resnet_gn",
     full: Annotated[
         bool,
-        typer.Option("--full", help="All 15 corruptions, 2,000 images, CoTTA and MEMO too."),
+        typer.Option(
+            "--full",
+            help="All 15 corruptions and 2,000 images, CoTTA and MEMO too: hours on a CPU.",
+        ),
     ] = False,
-    images: Annotated[int, typer.Option(min=1, help="Of each corruption.")] = 256,
+    images: Annotated[
+        int | None,
+        typer.Option(min=1, help="Images of each corruption; by default 256, or all with --full."),
+    ] = None,
     folder: Annotated[
         Path, typer.Option("--output", "-o", help="Where results and report go.")
     ] = Path("fata-demo"),
@@ -52,7 +58,7 @@ def demo(
         models=(model,),
         methods=(*METHODS, "cotta", "memo") if full else METHODS,
         domains=None if full else FEW,
-        images=None if full else images,
+        images=images or (None if full else 256),
         batch_size=64 if full else 32,
     )
     workshop = Workshop(chosen_device(None))

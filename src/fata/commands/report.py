@@ -17,11 +17,15 @@ def report(
     stores: Annotated[list[Path], typer.Argument(help="Files of results, such as results.db.")],
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="By default report.html; for the others the terminal."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="By default report.html; formats other than html go to the terminal.",
+        ),
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--format", help="html, md, csv or latex; else what the output ends in."),
+        typer.Option("--format", help="html, md, csv or latex; by default what --output ends in."),
     ] = None,
 ) -> None:
     """Tables like the paper's, curves and histograms: one page that needs no network."""

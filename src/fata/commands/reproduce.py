@@ -45,14 +45,16 @@ def reproduce(
         typer.Option(help="For networks in the package: embedded, cifar10:DIR, cifar10-c:DIR."),
     ] = None,
     subset: Annotated[
-        int | None, typer.Option(min=1, help="Images of each corruption; all, if not given.")
+        int | None, typer.Option(min=1, help="Images of each corruption; by default all.")
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Number of orders of the images.")] = 1,
     store: Annotated[Path, typer.Option("--store", help="The file of results.")] = Path(
         "results.db"
     ),
-    jobs: Annotated[int, typer.Option(min=1, help="Processes at a time.")] = 1,
-    device: Annotated[str | None, typer.Option(help="cuda where there is one, else cpu.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="A page .html, or the numbers .md or .csv."),
@@ -120,6 +122,8 @@ def _kind(output: Path | None, accepted: Iterable[str]) -> str:
         raise GridError(
             f"--output {output}: give a name that ends in {' or '.join(f'.{k}' for k in accepted)}."
         )
+    if output and not output.parent.is_dir():  # to be known before hours of runs, not after
+        raise GridError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}.")
     return kind
 
 

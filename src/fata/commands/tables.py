@@ -2,31 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from rich.table import Table
 
 from fata.bench.formats import text
-from fata.bench.tables import AVERAGE, SHORT, Comparison
+from fata.bench.tables import AVERAGE, SHORT, Comparison, Line
 from fata.commands import console, say
+
+_GAIN = "gain"
 
 
 def show(comparison: Comparison) -> None:
     """The best of a column is green, a gain of FATA green or red, a collapse marked."""
-    columns = (*comparison.columns, AVERAGE)
-    table = Table()
-    table.add_column("method")
-    for column in (*(SHORT.get(one, one) for one in columns), "gain"):
-        table.add_column(column, justify="right")
-    for line in comparison.lines:
-        cells = [
-            f"[bold green]{text(line.at(column))}[/]"
-            if comparison.rank(column, line) == 1
-            else text(line.at(column))
-            for column in columns
-        ]
-        gain = "" if line.gain is None else f"{line.gain:+.2f}"
-        colour = {"+": "green", "-": "red"}.get(gain[:1], "white")
-        table.add_row(line.method, *cells, f"[{colour}]{gain}[/]", end_section="+" in line.method)
     say(f"{comparison.title}: accuracy in %; † one class took over")
-    console.print(table)
+    for columns in _fitting(comparison):
+        console.print(_table(comparison, columns))
     for note in comparison.notes:
         say(note)
+
+
+def _table(comparison: Comparison, columns: Sequence[str]) -> Table:
+    table = Table()
+    table.add_column("method", no_wrap=True)
+    for column in columns:
+        table.add_column(SHORT.get(column, column), justify="right", no_wrap=True)
+    for line in comparison.lines:
+        cells = [_coloured(comparison, line, column) for column in columns]
+        table.add_row(line.method, *cells, end_section="+" in line.method)
+    return table
+
+
+def _coloured(comparison: Comparison, line: Line, column: str) -> str:
+    content = _plain(line, column)
+    if column == _GAIN:
+        colour = {"+": "green", "-": "red"}.get(content[:1], "white")
+        return f"[{colour}]{content}[/]"
+    return f"[bold green]{content}[/]" if comparison.rank(column, line) == 1 else content
+
+
+def _plain(line: Line, column: str) -> str:
+    if column == _GAIN:
+        return "" if line.gain is None else f"{line.gain:+.2f}"
+    return text(line.at(column))
+
+
+def _fitting(comparison: Comparison) -> Iterator[list[str]]:
+    """The columns in portions that the terminal is wide enough for."""
+    border, names = 3, [len(line.method) for line in comparison.lines]
+    room = console.width - max(names) - border - 1
+    some: list[str] = []
+    left = room
+    for column in (*comparison.columns, AVERAGE, _GAIN):
+        contents = [len(_plain(line, column)) for line in comparison.lines]
+        wide = max(len(SHORT.get(column, column)), *contents) + border
+        if some and wide > left:
+            yield some
+            some, left = [], room
+        some.append(column)
+        left -= wide
+    yield some

@@ -23,7 +23,7 @@ def train_source(
     data: Annotated[str, typer.Option(help="Pictures in folders: office-home:DIR, or folder:DIR.")],
     model: Annotated[str, typer.Option(help="Where to start: a name that fata.zoo.load takes.")],
     domain: Annotated[
-        str | None, typer.Option(help="To train on; all: one model for each.")
+        str | None, typer.Option(help="The one to train on; all: one model for each.")
     ] = None,
     output: Annotated[
         Path | None,
@@ -38,7 +38,7 @@ def train_source(
     lr: Annotated[
         float | None, typer.Option(help="Instead of 0.01 (transformers: 3e-5); the head's is 10 x.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the split, the order and the crops.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the split, the order and the crops.")] = 0,
     device: Annotated[
         str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
     ] = None,

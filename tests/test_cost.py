@@ -27,7 +27,7 @@ def resnet50():
     return timm.create_model("resnet50_gn", num_classes=65).eval()
 
 
-def one_share(net, spec, share):
+def one_share(net, spec, share, guard=None):
     """An adapter whose terms all select the same share of IMAGES, and hardly moves.
 
     Its first batch is behind it: the engine knows the share, the tap its way.
@@ -50,7 +50,7 @@ def one_share(net, spec, share):
     }.get(spec.partition("+")[0], {})
     if "fata" in spec:
         fields["fata_threshold"] = threshold
-    adapter = fata.adapt(model, spec, lr=1e-9, **fields)
+    adapter = fata.adapt(model, spec, lr=1e-9, guard=guard, **fields)
     adapter(IMAGES)
     return adapter
 
@@ -152,7 +152,7 @@ def test_rows_are_those_the_engine_counts(net, spec, share):
 @pytest.mark.parametrize("net", fata.tiny.NAMES)
 def test_effective_is_what_torch_counts(net, spec, monkeypatch):
     monkeypatch.setattr(cost, "norm_layers", lambda model: [])  # torch does not count them
-    adapter = one_share(net, spec, 0.25)
+    adapter = one_share(net, spec, 0.25, guard=fata.Guard(narrowing=1.0))
     whole, tail = passes(adapter, IMAGES[:1])
     counter = FlopCounterMode(display=False)
 
@@ -180,7 +180,8 @@ def test_rows_of_methods_that_select_nothing_or_all(spec):
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("spec", SELECTIVE)
 def test_where_nothing_is_selected_a_pass_is_all(spec, coupled):
-    assert rows(spec, 0.0, coupled) == {"rows_forward": 1, "rows_tail": 0, "rows_backward": 0}
+    none = {"rows_tail": 0, "rows_backward": 0, "rows_witness": 0}
+    assert rows(spec, 0.0, coupled) == {"rows_forward": 1, **none}
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])

@@ -47,6 +47,7 @@ def adapter_of(meta, tensors, step):
         lr=meta["optimizer"]["lr"],
         params=meta["params"],
         fisher_data=tensors.get("fisher_x") if meta.get("fisher_alpha") else None,
+        guard=None,
         **fields_of(meta, tensors, step),
     )
 

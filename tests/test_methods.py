@@ -287,7 +287,7 @@ def test_two_steps_of_cotta_written_out():
 
     adapter = fata.adapt(
         network("vit_ln"), "cotta", lr=lr, decay=decay, restore=0.0, threshold=1.0, views=2,
-        augment=augment,
+        augment=augment, guard=None,
     )  # fmt: skip
     names = adapter.adapted
     fixed = {n: p.detach() for n, p in net.named_parameters()}

@@ -147,11 +147,14 @@ def effective(counts: Mapping[str, Any], whole: Macs, tail: Macs) -> Macs:
     """MACs that were spent on a stream, from an adapter's `counts` and its F and T.
 
     Every augmented row that went through the tail came back through it as well. With
-    `bn_stats="joint"` clean rows share that way, so this is up to a T a row too much there.
+    `bn_stats="joint"` clean rows share that way, so this is up to a T a row too much there. The
+    guard's looks at the source model are part of it.
     """
-    forward, again, back = (counts[f"rows_{way}"] for way in ("forward", "tail", "backward"))
+    forward, again, back, looks = (
+        counts[f"rows_{way}"] for way in ("forward", "tail", "backward", "witness")
+    )
     return Macs(
-        forward * whole.forward + again * tail.forward,
+        (forward + looks) * whole.forward + again * tail.forward,
         back * whole.backward + again * tail.backward,
     )
 
@@ -179,7 +182,12 @@ def state_bytes(adapter: Adapter) -> int:
 
 
 def _rows(forward: float, tail: float, backward: float) -> dict[str, float]:
-    return {"rows_forward": forward, "rows_tail": tail, "rows_backward": backward}
+    return {
+        "rows_forward": forward,
+        "rows_tail": tail,
+        "rows_backward": backward,
+        "rows_witness": 0,
+    }
 
 
 def _spent(

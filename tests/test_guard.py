@@ -1,5 +1,6 @@
 """The guard: silent where nothing is wrong, and back in time where something is."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 
 import fata
 from fata import tiny
+from fata.bench.cell import Cell, key
+from fata.bench.workshop import Workshop
 from fata.methods import SPECS
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
@@ -202,3 +205,14 @@ def test_wrong_fields(fields, why):
 def test_a_guard_that_is_none():
     with pytest.raises(TypeError, match=r"fata\.Guard"):
         fata.adapt(build("resnet_gn"), "tent", guard="yes")
+
+
+def test_a_guarded_cell_is_another_cell_and_tells_what_was_done():
+    free = Cell("mini_resnet_gn", "embedded", "normal", ("fog",), 5, "tent", 0, 16, 64, {"lr": 1.0})
+    guarded = dataclasses.replace(free, guard=True)
+    workshop = Workshop()
+    assert key(workshop.protocol(free)) != key(workshop.protocol(guarded))
+    assert workshop.run(free, lambda *_: None)["guard"] is None
+    result = workshop.run(guarded, lambda *_: None)
+    assert [event["action"] for event in result["guard"]]
+    assert result["counts"]["rows_witness"] > 0

@@ -287,3 +287,23 @@ def test_figures_show_what_fata_selects(store):
 def test_the_page_needs_no_network(store):
     content = page(comparisons(store))
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=['\"]https?:", content)
+
+
+def test_crosses_show_where_a_guard_stepped_in(store):
+    records = list(store)
+    guarded = next(r for r in records if r.protocol["method"] == "sar+fata")
+    events = [
+        {"batch": 2, "narrowing": 0.1, "doubt": 0.01, "action": "back", "to": 0, "rate": 0.3},
+        {"batch": 9, "narrowing": 0.1, "doubt": 0.01, "action": "rest", "to": 0, "rate": 0.1},
+    ]
+    guarded.result["guard"] = events
+    (table,) = comparisons(records)
+    (crosses,) = [
+        trace
+        for trace in figures(table)["Accuracy over the stream"].data
+        if trace["mode"] == "markers"
+    ]
+    assert crosses["x"] == [2, 9]
+    assert crosses["y"] == [guarded.result["curve"]["online"][1]] * 2
+    assert crosses["text"] == ["taken back to batch 0, at 0.3 of the rate", "rests at the source"]
+    assert crosses["meta"] == "gaussian_noise"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -91,8 +91,33 @@ def figures(comparison: Comparison) -> dict[str, Figure]:
 
 
 def _over_time(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:
-    """One line a method, for each domain and for their mean."""
-    return _by_domain(by_name, colours, lambda result: result["curve"][what], unit)
+    """One line a method, for each domain and for their mean; crosses where a guard stepped in."""
+    figure = _by_domain(by_name, colours, lambda result: result["curve"][what], unit)
+    for name, records in by_name.items():
+        for record in records:
+            if record.result.get("guard"):
+                figure.data.append(_crosses(record, what, name, colours[name]))
+    return figure
+
+
+def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any]:
+    """What a guard did in one run, on its curve."""
+    curve, events = record.result["curve"], record.result["guard"]
+    last = len(curve["batch"]) - 1
+    places = [min(last, bisect_left(curve["batch"], event["batch"])) for event in events]
+    told = {
+        "back": "taken back to batch {to}, at {rate:.2g} of the rate",
+        "rest": "rests at the source",
+    }
+    return {
+        "x": [event["batch"] for event in events],
+        "y": [curve[what][place] for place in places],
+        "text": [told[event["action"]].format(**event) for event in events],
+        "name": name,
+        "meta": _domain(record),
+        "mode": "markers",
+        "marker": {"symbol": "x", "size": 9, "color": colour},
+    }
 
 
 def _shares(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:

@@ -597,3 +597,11 @@ def test_a_forgotten_adapter_gives_the_model_back():
     again.unwrap()
     assert model.training
     assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("half", "float"), ("float", "double")])
+def test_images_of_another_precision_are_named(ours, theirs):
+    adapted = fata.adapt(getattr(fata.tiny.build("resnet_gn"), ours)(), "tent")
+    images = getattr(torch.rand(2, 3, 16, 16), theirs)()
+    with pytest.raises(TypeError, match=r"images are torch.float\d\d and the model is torch.float"):
+        adapted(images)

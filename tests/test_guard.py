@@ -144,6 +144,20 @@ def test_a_saved_state_goes_on_resting(monkeypatch, tmp_path):
     assert other.guard.events == adapter.guard.events
 
 
+def test_nobody_rests_without_a_guard(monkeypatch, tmp_path):
+    """Its state can be gone on with; what the guard had decided is forgotten."""
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
+    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: (0.5, 0.1))
+    for images in batches(8):
+        adapter(images)
+    adapter.save(tmp_path / "s.safetensors")
+    free = fata.adapt(build("resnet_gn"), "tent", guard=None, lr=0.01)
+    free.load(tmp_path / "s.safetensors")
+    stepped = free.counts["stepped"]
+    free(batches(1)[0])
+    assert free.counts["stepped"] == stepped + 1
+
+
 def test_saved_and_continued_is_never_stopped(tmp_path):
     images = batches(8)
     whole = fata.adapt(build("resnet_gn"), "eata+fata", guard=NEVER, lr=0.01)

@@ -182,10 +182,23 @@ class Engine:
         """The model's output; from a copy, where the model overwrites the images it is given."""
         if self._overwrites is None:
             copy = images.clone()
-            output = self.model(copy)
+            output = self._first(copy)
             self._overwrites = copy._version > 0
             return output
         return self.model(images.clone() if self._overwrites else images)
+
+    def _first(self, images: Tensor) -> Any:
+        """The first output; where it fails because of another precision, say so."""
+        try:
+            return self.model(images)
+        except RuntimeError as error:
+            own = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+            if images.dtype in own or torch.is_autocast_enabled(images.device.type):
+                raise
+            raise TypeError(
+                f"images are {images.dtype} and the model is {', '.join(map(str, own))}: give "
+                f"images.to(...) of that type, or call it within torch.autocast."
+            ) from error
 
     def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:
         """Descend. A gradient that is not finite moves nothing."""

@@ -108,8 +108,8 @@ def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
         meta["batches"],
         meta["share"],
         dict(meta["counts"]),
-        group("guard."),
-        Watched.unpack(meta["watched"]),
+        group("guard.") if engine.watch else {},
+        Watched.unpack(meta["watched"]) if engine.watch else Watched(),
     )
 
 

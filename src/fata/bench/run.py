@@ -107,14 +107,8 @@ def _in_processes(
     context = multiprocessing.get_context("spawn")
     news = context.Queue()
     threads = max(1, torch.get_num_threads() // jobs)
-    bare = Workshop(
-        workshop.device,
-        workshop.jpeg,
-        workshop.fisher,
-        threads if workshop.workers is None else workshop.workers,
-        workshop.skip_damaged,
-        workshop.share / jobs,
-    )
+    workers = threads if workshop.workers is None else workshop.workers
+    bare = replace(workshop, workers=workers, share=workshop.share / jobs)  # with nothing loaded
     todo = Todo(tasks)
     hands = []
     for name in range(jobs):

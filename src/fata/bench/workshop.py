@@ -43,11 +43,13 @@ class Workshop:
     workers: int | None = None
     skip_damaged: bool = False
     share: float = 0.25
-    _models: dict[str, Loaded] = field(default_factory=dict, repr=False)
-    _data: dict[tuple[Any, ...], Dataset] = field(default_factory=dict, repr=False)
-    _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(default_factory=dict, repr=False)
-    _shelf: Shelf | None = field(default=None, repr=False)
-    _ahead: tuple[Cell, Future[Decoded]] | None = field(default=None, repr=False)
+    _models: dict[str, Loaded] = field(default_factory=dict, init=False, repr=False)
+    _data: dict[tuple[Any, ...], Dataset] = field(default_factory=dict, init=False, repr=False)
+    _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _shelf: Shelf | None = field(default=None, init=False, repr=False)
+    _ahead: tuple[Cell, Future[Decoded]] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """On a GPU matrix products are in TF32, as convolutions are by default."""

@@ -1,0 +1,117 @@
+"""Real ImageNet pictures and weights, by every method, next to the reference implementations.
+
+    python -m benchmarks.imagenet --assets DIR --device cuda --jobs 6
+
+DIR holds the weights, the pictures (tar files) and the `load.py` that the reference figures were
+made with; the rates are those of the reference, and no method has a Fisher penalty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fata
+from fata.bench.formats import markdown
+from fata.bench.grid import Grid
+from fata.bench.run import missing, run
+from fata.bench.store import Store
+from fata.bench.tables import comparisons
+from fata.bench.workshop import Workshop
+from fata.commands.bench import Show
+from fata.zoo import Loaded, Preprocess, Weights
+
+RATES = {"resnet50": (2.5e-4, 5e-4), "vit_tiny": (1e-3, 2.5e-4)}
+STATISTICS = {"resnet50": "IMAGENET", "vit_tiny": "HALF"}
+HOSTS = ("tent", "eata:fisher_alpha=0", "sar", "deyo")
+
+
+@dataclass
+class Assets(Workshop):
+    """A workshop that also knows the networks of a folder."""
+
+    folder: str = ""
+
+    def model(self, name: str) -> Loaded:
+        """A network of the folder, or any other."""
+        if name not in RATES:
+            return super().model(name)
+        if name not in self._models:
+            spec = importlib.util.spec_from_file_location("load", Path(self.folder) / "load.py")
+            assert spec is not None
+            assert spec.loader is not None
+            load: Any = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(load)
+            statistics = getattr(load, STATISTICS[name])
+            network = getattr(load, name)().to(self.device)
+            loaded = Loaded(
+                name,
+                network,
+                Preprocess(resize=224, size=224, interpolation="bilinear", **statistics),
+                1000,
+                Weights.of(network, name, "assets"),
+            )
+            self._models.clear()
+            self._models[name] = loaded
+        return self._models[name]
+
+
+def methods(rates: tuple[float, ...]) -> tuple[str, ...]:
+    """All methods, at each rate."""
+    hosts = [host.partition(":") for host in HOSTS]
+    return (
+        "source",
+        "norm",
+        *(
+            f"{host}{plus}:lr={rate}{colon}{fields}"
+            for rate in rates
+            for host, colon, fields in hosts
+            for plus in ("", "+fata")
+        ),
+    )
+
+
+def main() -> None:
+    """Unpack, run what is missing, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--assets", required=True)
+    parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
+    parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
+    parser.add_argument("--domains", nargs="+", help="the 15, if not given")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--speed", default="exact")
+    parser.add_argument("--guard", action="store_true")
+    parser.add_argument("--store", type=Path, default=Path("imagenet.db"))
+    args = parser.parse_args()
+    store, workshop = Store(args.store), Assets(args.device, folder=args.assets)
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "imagenet-pictures"
+        for file in sorted(Path(args.assets).glob("*.tar")):
+            with tarfile.open(file) as tar:
+                tar.extractall(place, filter="data")
+        tasks = []
+        for model in args.models:
+            grid = Grid(
+                models=(model,),
+                data=(f"folder:{place}",),
+                methods=methods(RATES[model]),
+                domains=tuple(args.domains) if args.domains else None,
+                images=args.images,
+                speed=args.speed,
+                guard=args.guard,
+            )
+            tasks += missing(list(grid.cells(fata.data.open)), store, workshop, again=False)
+        with Show(len(tasks)) as watcher:
+            run(tasks, store, workshop, watcher, args.jobs)
+    for comparison in comparisons(store):
+        print(markdown(comparison))
+
+
+if __name__ == "__main__":
+    main()

@@ -132,27 +132,29 @@ def test_it_goes_back_to_the_widest_answers(monkeypatch):
     )
 
 
-def test_a_saved_state_goes_on_resting(monkeypatch, tmp_path):
+@pytest.fixture
+def at_rest(monkeypatch, tmp_path):
+    """An adapter whose guard has given up, and the file of its state."""
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
     monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: (0.5, 0.1))
     for images in batches(8):
         adapter(images)
     adapter.save(tmp_path / "s.safetensors")
+    return adapter, tmp_path / "s.safetensors"
+
+
+def test_a_saved_state_goes_on_resting(at_rest):
+    adapter, file = at_rest
     other = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
-    other.load(tmp_path / "s.safetensors")
+    other.load(file)
     assert other.guard.resting
     assert other.guard.events == adapter.guard.events
 
 
-def test_nobody_rests_without_a_guard(monkeypatch, tmp_path):
+def test_nobody_rests_without_a_guard(at_rest):
     """Its state can be gone on with; what the guard had decided is forgotten."""
-    adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
-    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: (0.5, 0.1))
-    for images in batches(8):
-        adapter(images)
-    adapter.save(tmp_path / "s.safetensors")
     free = fata.adapt(build("resnet_gn"), "tent", guard=None, lr=0.01)
-    free.load(tmp_path / "s.safetensors")
+    free.load(at_rest[1])
     stepped = free.counts["stepped"]
     free(batches(1)[0])
     assert free.counts["stepped"] == stepped + 1

@@ -19,7 +19,8 @@ statistics, so there one pass with gradient serves both.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -144,14 +145,21 @@ class Engine:
 
     def answer(self, images: Tensor) -> Tensor:
         """Logits of the images from the weights that answer; learns and counts nothing."""
-        counts = dict(self.state.counts)
-        try:
+        with self.counted_apart():
             if isinstance(self.method, OwnStep):
                 with self.theta.at(self.method.answering(self), back=self.state.theta):
                     return self.predict(images)
             return self.predict(images)
+
+    @contextmanager
+    def counted_apart(self) -> Iterator[dict[str, int | Tensor]]:
+        """What is counted inside is given to the caller instead of to the state."""
+        before, counts = self.state.counts, dict[str, int | Tensor]()
+        self.state.counts = counts
+        try:
+            yield counts
         finally:
-            self.state.counts = counts
+            self.state.counts = before
 
     def step(self, images: Tensor) -> Tensor:
         """Predict a batch and learn from it; returns the logits of the clean images.
@@ -278,7 +286,11 @@ class Engine:
             gradient, last = self._sharp(first, terms, chosen, dense)
         elif share:
             plus = bool(chosen[1].any())
-            gradient = self._slope(first, terms, chosen.any(0), plus=plus, dense=dense)
+            gradient = (
+                self._gradient(first, terms, plus)
+                if dense
+                else self._slope(first, terms, chosen.any(0), plus)
+            )
         else:
             gradient = None
         if gradient is not None:
@@ -295,27 +307,24 @@ class Engine:
         theta, rho = self.state.theta, self.method.ascent
         there = theta
         if rho is not None and chosen[0].any():
-            gradient = self._slope(first, terms, chosen[0], plus=False, tap=False, dense=dense)
+            gradient = (
+                self._gradient(first, terms, plus=False)
+                if dense
+                else self._slope(first, terms, chosen[0], plus=False, tap=False)
+            )
             there = ascend(theta, gradient, rho)
         with self.theta.at(there, back=theta):
-            return self._slope_there(first, terms, chosen.any(0), plus=bool(chosen[1].any()))
+            return self._slope_there(first, terms, chosen.any(0), bool(chosen[1].any()))
 
     def _slope(
-        self,
-        first: Pass,
-        terms: Terms,
-        rows: Tensor,
-        *,
-        plus: bool,
-        tap: bool = True,
-        dense: bool = False,
+        self, first: Pass, terms: Terms, rows: Tensor, plus: bool, tap: bool = True
     ) -> Tensor:
         """Gradient of the terms over some rows of the batch."""
-        here, at = (first, terms) if dense else self._again(first, terms, rows, tap)
+        here, at = self._again(first, terms, rows, tap)
         return self._gradient(here, at, plus)
 
     def _slope_there(
-        self, first: Pass, terms: Terms, rows: Tensor, *, plus: bool
+        self, first: Pass, terms: Terms, rows: Tensor, plus: bool
     ) -> tuple[Tensor | None, Terms]:
         """The same where SAM has climbed to: the host selects again, among the rows it had."""
         second, last = self._again(first, terms, rows)

@@ -79,7 +79,7 @@ class Program:
 class FastEngine(Engine):
     """An engine whose passes are programs."""
 
-    _programs: dict[object, tuple[Program, dict[str, int]]]
+    _programs: dict[object, tuple[Program, dict[str, int | Tensor]]]
     _halves: list[tuple[nn.Module, str, nn.Parameter]]
 
     def __init__(self, *args: Any) -> None:
@@ -124,17 +124,8 @@ class FastEngine(Engine):
         return Pass(logits.clone(), None, perturb)
 
     def _slope(
-        self,
-        first: Pass,
-        terms: Terms,
-        rows: Tensor,
-        *,
-        plus: bool,
-        tap: bool = True,
-        dense: bool = False,
+        self, first: Pass, terms: Terms, rows: Tensor, plus: bool, tap: bool = True
     ) -> Tensor:
-        if dense:
-            return super()._slope(first, terms, rows, plus=plus, tap=tap, dense=dense)
         rows = torch.ones_like(rows) if self.coupled else rows
         perturb = first.perturb if tap else None
         tensors = self._gathered(perturb, terms, rows)
@@ -147,10 +138,10 @@ class FastEngine(Engine):
         return gradient
 
     def _slope_there(
-        self, first: Pass, terms: Terms, rows: Tensor, *, plus: bool
+        self, first: Pass, terms: Terms, rows: Tensor, plus: bool
     ) -> tuple[Tensor | None, Terms]:
         if self._joint:
-            return super()._slope_there(first, terms, rows, plus=plus)
+            return super()._slope_there(first, terms, rows, plus)
         perturb, memory = first.perturb, self.state.host
         names = sorted(memory)
 
@@ -177,12 +168,12 @@ class FastEngine(Engine):
         active = self.statistics is None or self.statistics.active
         at = (name, active, *(tensor.shape for tensor in tensors))
         if at not in self._programs:
-            with self._counted() as counts:
+            with self.counted_apart() as counts:
                 outputs = self._in_half(function)(*tensors)
             self._programs[at] = Program(self._in_half(function), self._pool), counts
         else:
             program, counts = self._programs[at]
-            with self._counted():
+            with self.counted_apart():
                 outputs = program(*tensors)
         self.state.count(**counts)
         return outputs
@@ -247,16 +238,6 @@ class FastEngine(Engine):
         on_gpu = self.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         self._halves = list(_halves(self.model, self.theta.parameters)) if on_gpu else []
-
-    @contextmanager
-    def _counted(self) -> Iterator[dict[str, int]]:
-        """What is counted inside is given to the caller instead of to the state."""
-        before = self.state.counts
-        self.state.counts = counts = {}  # type: ignore[var-annotated]
-        try:
-            yield counts
-        finally:
-            self.state.counts = before
 
 
 def _filled(images: Tensor, size: int) -> Tensor:

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -146,7 +144,7 @@ class Watch:
     def _narrowing(self, images: Tensor, logits: Tensor) -> tuple[float, float]:
         """S with this batch in it, and its doubt."""
         engine, watched = self._engine, self._engine.state.watched
-        with _uncounted(engine), engine.theta.at(engine.source, back=engine.state.theta):
+        with engine.counted_apart(), engine.theta.at(engine.source, back=engine.state.theta):
             witness = engine.predict(images)
         engine.state.count(rows_witness=len(images))
         watched.rows += len(images)
@@ -192,13 +190,3 @@ def _shares(logits: Tensor) -> Tensor:
     counts = torch.zeros(logits.shape[1], device=logits.device)
     answers = logits.argmax(1)
     return counts.index_add_(0, answers, torch.ones_like(answers, dtype=counts.dtype)) / len(logits)
-
-
-@contextmanager
-def _uncounted(engine: Engine) -> Iterator[None]:
-    """Passes inside are not the method's."""
-    counts = dict(engine.state.counts)
-    try:
-        yield
-    finally:
-        engine.state.counts = counts

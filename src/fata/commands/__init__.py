@@ -1,5 +1,7 @@
 """The commands of `fata`, one file each."""
 
+from typing import Annotated
+
 import typer
 from rich.console import Console
 
@@ -22,3 +24,11 @@ def chosen_device(name: str | None) -> str:
         why = str(error).partition("\n")[0]
         raise typer.BadParameter(f"no device {name!r}: {why}") from error
     return name
+
+
+# Options that several commands have.
+Device = Annotated[
+    str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
+]
+Jobs = Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process.")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures.")]

@@ -17,7 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fata.commands import chosen_device, console, say
+from fata.commands import Device, Jobs, Workers, chosen_device, console, say
 
 if TYPE_CHECKING:
     from fata.bench.cell import Cell
@@ -93,13 +93,9 @@ def bench(
     store: Annotated[Path, typer.Option("--store", "-o", help="The file of results.")] = Path(
         "results.db"
     ),
-    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process.")] = 1,
-    device: Annotated[
-        str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode pictures.")
-    ] = None,
+    jobs: Jobs = 1,
+    device: Device = None,
+    workers: Workers = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave damaged pictures out, and count them.")
     ] = False,

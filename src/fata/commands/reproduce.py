@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fata.commands import chosen_device, say
+from fata.commands import Device, Jobs, chosen_device, say
 from fata.commands.bench import announce, carry_out, preview
 
 if TYPE_CHECKING:
@@ -51,10 +51,8 @@ def reproduce(
     store: Annotated[Path, typer.Option("--store", help="The file of results.")] = Path(
         "results.db"
     ),
-    jobs: Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process.")] = 1,
-    device: Annotated[
-        str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
-    ] = None,
+    jobs: Jobs = 1,
+    device: Device = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="A page .html, or the numbers .md or .csv."),

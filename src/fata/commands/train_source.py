@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress
 
-from fata.commands import chosen_device, console, say
+from fata.commands import Device, Workers, chosen_device, console, say
 
 if TYPE_CHECKING:
     from fata.training import Epoch
@@ -39,12 +39,8 @@ def train_source(
         float | None, typer.Option(help="Instead of 0.01 (transformers: 3e-5); the head's is 10 x.")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split, the order and the crops.")] = 0,
-    device: Annotated[
-        str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option(min=0, help="Processes that decode pictures.")
-    ] = None,
+    device: Device = None,
+    workers: Workers = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave out pictures that cannot be read.")
     ] = False,

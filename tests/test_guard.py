@@ -10,11 +10,13 @@ import fata
 from fata import tiny
 from fata.bench.cell import Cell, key
 from fata.bench.workshop import Workshop
+from fata.guard import Sign
 from fata.methods import SPECS
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
-NEVER = fata.Guard(narrowing=1.0, every=1)  # looks at every batch, and is content
-ALWAYS = fata.Guard(narrowing=0.0, every=1, patience=1)
+NEVER = fata.Guard(narrowing=1.0, neglect=1.0, every=1)  # looks at every batch, and is content
+ALWAYS = fata.Guard(narrowing=0.0, neglect=0.0, every=1, patience=1)
+HARM = Sign("narrowing", 0.5, 0.1, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +98,7 @@ def test_a_stream_of_one_class_is_none_of_its_business():
     model = build("resnet_gn")
     with torch.no_grad():
         model.fc.bias[2] += 1000
-    adapter = fata.adapt(model, "tent", guard=fata.Guard(narrowing=0.0, every=1))
+    adapter = fata.adapt(model, "tent", guard=ALWAYS)
     answers = torch.cat([adapter(images).argmax(1) for images in batches()])
     assert (answers == 2).all()
     assert adapter.guard.events == []
@@ -104,7 +106,7 @@ def test_a_stream_of_one_class_is_none_of_its_business():
 
 def test_it_goes_back_slower_and_rests_in_the_end(monkeypatch):
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
-    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: (0.5, 0.1))
+    monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: HARM)
     answers = [adapter(images) for images in batches(8)]
     assert [event.action for event in adapter.guard.events] == ["back", "rest"]
     assert [event.rate for event in adapter.guard.events] == pytest.approx([0.3, 0.09])
@@ -118,9 +120,9 @@ def test_it_goes_back_slower_and_rests_in_the_end(monkeypatch):
 
 
 def test_it_goes_back_to_the_widest_answers(monkeypatch):
-    seen = iter([(-0.1, 0.0), (-0.3, 0.0), (-0.2, 0.0), (0.5, 0.0)])
+    seen = iter(Sign("narrowing", value, 0.0, 0.0) for value in (-0.1, -0.3, -0.2, 0.5))
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
-    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: next(seen))
+    monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: next(seen))
     states = []
     for images in batches(5):
         adapter(images)
@@ -136,7 +138,7 @@ def test_it_goes_back_to_the_widest_answers(monkeypatch):
 def at_rest(monkeypatch, tmp_path):
     """An adapter whose guard has given up, and the file of its state."""
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
-    monkeypatch.setattr(type(adapter.guard), "_narrowing", lambda *_: (0.5, 0.1))
+    monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: HARM)
     for images in batches(8):
         adapter(images)
     adapter.save(tmp_path / "s.safetensors")
@@ -186,7 +188,7 @@ def test_a_look_that_fails_leaves_all_as_it_was(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(adapter.guard), "_narrowing", broken)
+        patch.setattr(type(adapter.guard), "_compare", broken)
         with pytest.raises(KeyboardInterrupt):
             adapter(images[1])
     assert all(torch.equal(v, tensors(adapter)[k]) for k, v in before.items())

@@ -292,9 +292,10 @@ def test_the_page_needs_no_network(store):
 def test_crosses_show_where_a_guard_stepped_in(store):
     records = list(store)
     guarded = next(r for r in records if r.protocol["method"] == "sar+fata")
+    why = {"sign": "narrowing", "value": 0.1, "doubt": 0.01, "to": 0}
     events = [
-        {"batch": 2, "narrowing": 0.1, "doubt": 0.01, "action": "back", "to": 0, "rate": 0.3},
-        {"batch": 9, "narrowing": 0.1, "doubt": 0.01, "action": "rest", "to": 0, "rate": 0.1},
+        {**why, "batch": 2, "action": "back", "rate": 0.3},
+        {**why, "batch": 9, "action": "rest", "rate": 0.1},
     ]
     guarded.result["guard"] = events
     (table,) = comparisons(records)

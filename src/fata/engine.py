@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -133,10 +133,18 @@ class Engine:
         """Draws for one purpose on this batch; they depend on (seed, batch, purpose) alone."""
         return torch.Generator(device or self.device).manual_seed(self._seed(purpose))
 
-    def predict(self, images: Tensor) -> Tensor:
-        """Logits of the images as the model stands, without a gradient."""
-        with torch.no_grad():
+    def predict(self, images: Tensor, running: bool = False) -> Tensor:
+        """Logits of the images as the model stands, without a gradient.
+
+        With `running`, BatchNorm normalises with its running statistics.
+        """
+        own = self.statistics.suspended() if running and self.statistics else nullcontext()
+        with own, torch.no_grad():
             return self.forward(images)
+
+    def still(self, images: Tensor) -> Tensor:
+        """Logits of a model that does not learn; of its running statistics, if the guard says."""
+        return self.predict(images, self.state.watched.running)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images in full precision, with a gradient where it is enabled."""
@@ -148,8 +156,8 @@ class Engine:
         with self.counted_apart():
             if isinstance(self.method, OwnStep):
                 with self.theta.at(self.method.answering(self), back=self.state.theta):
-                    return self.predict(images)
-            return self.predict(images)
+                    return self.still(images)
+            return self.still(images)
 
     @contextmanager
     def counted_apart(self) -> Iterator[dict[str, int | Tensor]]:
@@ -169,9 +177,9 @@ class Engine:
         watched = replace(self.state.watched, events=list(self.state.watched.events))
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
         try:
-            if not self.theta.names or watched.resting:
+            if not self.theta.names or watched.resting or watched.running:
                 self.selected = None
-                logits = self.predict(images)
+                logits = self.still(images)
             elif isinstance(self.method, OwnStep):
                 logits = self.method.step(self, images)
             else:

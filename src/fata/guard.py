@@ -1,13 +1,20 @@
-"""The guard: looks for signs of a collapse that need no labels, and takes the model back.
+"""The guard: looks for signs of harm that need no labels, and takes the model back.
 
-    S  =  (H(n0) - H(n)) / ln C
+The source model answers some of the same images and is the witness. n are the shares of the classes
+that the adapted model answers, n0 those of the source model, H their entropy, C the classes:
 
-n are the shares of the classes that the adapted model answers, n0 those of the source model for the
-same images (some hundred of them), H their entropy. A model that adapts well spreads its answers
-more evenly than a source model that the shift has confused: S < 0. One that goes wrong lets a class
-take over: S > 0, long before it has collapsed. Where a stream really has few classes, the source
-model sees that too. Of M images, on which the two agree but for a share d, S is known to about
-sqrt(d / M) / ln C: what goes beyond one and a half times that is beyond doubt.
+    S  =  (H(n0) - H(n)) / ln C     narrowing
+    N  =  n0[c] - n[c]              neglect, where over half of the source's answers are one class c
+
+A model that adapts well spreads its answers more evenly than a source model that the shift has
+confused: S < 0. One that goes wrong lets a class take over: S > 0, long before it has collapsed.
+Where a stream really has few classes the source model sees that too; there a model that adapts well
+answers the majority more often still (N < 0), and one that goes wrong clings to another class.
+Of M images, on which the two agree but for a share d, either is known to about sqrt(d / M) (S: of
+ln C): what goes beyond one and a half times that is beyond doubt.
+
+BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
+those by the source model with its own, for batches too small or too uniform to normalise with.
 """
 
 from __future__ import annotations
@@ -25,7 +32,11 @@ from fata.method import Memory, in_range
 if TYPE_CHECKING:
     from fata.engine import Engine
 
-DOUBT = 1.5  # deviations of S
+DOUBT = 1.5  # deviations of a sign
+BRIEF = 64  # answers that a sign is averaged over to see what happens at once
+ALARM = 0.4  # share of one class among the latest answers that calls for a look
+EARLY = (1, 2, 4, 6)  # batches after which the first looks are
+RARELY = 4  # looks between two at the statistics of BatchNorm
 
 
 @dataclass(frozen=True)
@@ -33,9 +44,11 @@ class Guard:
     """When to look, what is too much, and what follows.
 
     Args:
-        every: batches between two looks at the source model's answers; the first come sooner.
-        rows: how many answers S is averaged over.
+        every: batches between two looks at the source model's answers; the first come sooner, as
+            do looks at small batches, and at ever more answers of one class.
+        rows: how many answers a sign is averaged over to see what happens slowly.
         narrowing: the S, beyond doubt, above which the model is taken back.
+        neglect: the N, beyond doubt, above which it is.
         ring: states of good looks that are kept to go back to; the source is always one.
         slower: factor of the rate after going back.
         patience: how often to try again before resting at the source.
@@ -44,6 +57,7 @@ class Guard:
     every: int = 8
     rows: int = 448
     narrowing: float = 0.003
+    neglect: float = 0.01
     ring: int = 4
     slower: float = 0.3
     patience: int = 3
@@ -53,31 +67,52 @@ class Guard:
         for name in ("every", "rows", "ring"):
             in_range(self, name, 1, whole=True)
         in_range(self, "patience", 0, whole=True)
-        in_range(self, "narrowing", 0, 1)
-        in_range(self, "slower", 0, 1)
+        for name in ("narrowing", "neglect", "slower"):
+            in_range(self, name, 0, 1)
+
+
+@dataclass(frozen=True)
+class Sign:
+    """How far two models' answers are apart, in the way that means harm."""
+
+    name: str  # "narrowing" or "neglect"
+    value: float
+    doubt: float
+    limit: float
+
+    @property
+    def excess(self) -> float:
+        """How far it is beyond doubt; above 0 it is harm."""
+        return self.value - self.doubt - self.limit
 
 
 @dataclass(frozen=True)
 class Event:
-    """What the guard did, and why."""
+    """What the guard did, and why.
+
+    Actions: `back` to an earlier state; `rest` at the source weights; `running`, the source model
+    with its running statistics, where the batch's do harm; `batch`, to the batch's again.
+    """
 
     batch: int  # after which
-    narrowing: float  # S
-    doubt: float  # of it
-    action: str  # "back" or "rest"
+    sign: str
+    value: float
+    doubt: float
+    action: str
     to: int  # the batch after which the state was that it went back to; 0: the source
     rate: float  # factor of the rate from now on
 
 
 @dataclass
 class Watched:
-    """What the guard remembers; part of the adapter's state."""
+    """What the guard remembers beside its averages; part of the adapter's state."""
 
     since: int = 0  # batches since the start, or since it last went back
-    rows: int = 0  # answers in the averages
+    last: int = 0  # of them, when it last looked
     scale: float = 1.0  # of the rate
     failures: int = 0
     resting: bool = False
+    running: bool = False  # the model answers with its running statistics
     events: list[Event] = field(default_factory=list)
 
     def pack(self) -> dict[str, Any]:
@@ -107,6 +142,7 @@ class Watch:
     def __init__(self, guard: Guard, engine: Engine) -> None:
         self.guard, self._engine = guard, engine
         self._ring: deque[Snapshot] = deque(maxlen=guard.ring)
+        self._alarm = Alarm()
 
     @property
     def events(self) -> list[Event]:
@@ -124,65 +160,197 @@ class Watch:
 
     def see(self, images: Tensor, logits: Tensor) -> None:
         """After a batch was learned from: look, where it is time to."""
-        watched = self._engine.state.watched
+        state = self._engine.state
+        watched = state.watched
         if watched.resting:
             return
-        due = watched.since in (1, 2, 4) or (watched.since and not watched.since % self.guard.every)
+        rows = len(images)
+        interval = min(self.guard.every, max(2, self.guard.every * rows // BRIEF))
+        since, alarmed = watched.since, self._alarm.read(state.guard.get("latest"))
+        due = since in EARLY or (since and not since % interval)
+        due = due or (alarmed and since - watched.last > 1)
+        state.guard = {**state.guard, "latest": _latest(state.guard.get("latest"), logits)}
+        self._alarm.write(state.guard["latest"])
         watched.since += 1
         if due:
-            self._look(images, logits)
+            watched.last = since
+            rarely = since in EARLY or not since % (RARELY * interval)
+            self._look(images, logits, rarely)
 
-    def _look(self, images: Tensor, logits: Tensor) -> None:
-        state = self._engine.state
-        narrowing, doubt = self._narrowing(images, logits)
-        if narrowing > self.guard.narrowing + doubt:
-            self._take_back(narrowing, doubt)
-        else:
-            here = Snapshot(narrowing, state.batches + 1, state.theta, state.host, state.plus)
+    def _look(self, images: Tensor, logits: Tensor, rarely: bool) -> None:
+        engine, watched = self._engine, self._engine.state.watched
+        witness = self._witness(images)
+        if engine.coupled and (rarely or watched.running):
+            own = logits if watched.running else self._witness(images, running=True)
+            sign = self._compare("statistics", own, witness)
+            if watched.running:
+                if sign.value < 0:
+                    self._normalise(sign, running=False)
+                return
+            if sign.excess > 0:
+                self._normalise(sign, running=True)
+                return
+        sign = self._compare("adapted", witness, logits)
+        if sign.excess > 0:
+            self._take_back(sign)
+        elif sign.name == "narrowing":
+            state = engine.state
+            here = Snapshot(sign.value, state.batches + 1, state.theta, state.host, state.plus)
             self._ring.append(here)
 
-    def _narrowing(self, images: Tensor, logits: Tensor) -> tuple[float, float]:
-        """S with this batch in it, and its doubt."""
-        engine, watched = self._engine, self._engine.state.watched
-        with engine.counted_apart(), engine.theta.at(engine.source, back=engine.state.theta):
-            witness = engine.predict(images)
+    def _witness(self, images: Tensor, running: bool = False) -> Tensor:
+        """What the source weights answer."""
+        engine = self._engine
         engine.state.count(rows_witness=len(images))
-        watched.rows += len(images)
-        known = min(watched.rows, self.guard.rows)
-        weight = min(1.0, max(2 / (1 + self.guard.rows / len(images)), len(images) / watched.rows))
-        now = {
-            "adapted": _shares(logits),
-            "source": _shares(witness),
-            "differ": (logits.argmax(1) != witness.argmax(1)).float().mean(),
-        }
-        before = engine.state.guard or now
-        engine.state.guard = {n: torch.lerp(before[n], now[n], weight) for n in now}
-        spread = [torch.special.entr(engine.state.guard[n]).sum() for n in ("source", "adapted")]
-        # A wait for the device, at every look.
-        source, adapted, differ = torch.stack([*spread, engine.state.guard["differ"]]).tolist()
-        classes = math.log(logits.shape[1])
-        return (source - adapted) / classes, DOUBT * math.sqrt(differ / known) / classes
+        with engine.counted_apart(), engine.theta.at(engine.source, back=engine.state.theta):
+            return engine.predict(images, running)
 
-    def _take_back(self, narrowing: float, doubt: float) -> None:
+    def _compare(self, name: str, witness: Tensor, logits: Tensor) -> Sign:
+        """The worse of the sign at once and the sign over time."""
+        state = self._engine.state
+        before = {n.removeprefix(f"{name}."): t for n, t in state.guard.items()}
+        after, signs = compare(before, witness, logits, self.guard.rows)
+        state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
+        # A wait for the device, at every look.
+        majority, *values = signs.tolist()
+        kind, limit = (
+            ("neglect", self.guard.neglect) if majority else ("narrowing", self.guard.narrowing)
+        )
+        both = [Sign(kind, value, doubt, limit) for value, doubt in (values[:2], values[2:])]
+        return max(both, key=lambda sign: sign.excess)
+
+    def _take_back(self, sign: Sign) -> None:
         """To the state whose answers were the most spread; the source's S is 0."""
-        engine, state = self._engine, self._engine.state
+        state = self._engine.state
         watched = state.watched
-        source = Snapshot(0.0, 0, engine.source, {}, {})
         watched.failures += 1
         watched.resting = watched.failures > self.guard.patience
         watched.scale *= self.guard.slower
-        good = source if watched.resting else min((source, *self._ring), key=lambda s: s.narrowing)
-        action = "rest" if watched.resting else "back"
+        source = Snapshot(0.0, 0, self._engine.source, {}, {})
+        good = source
+        if sign.name == "narrowing" and not watched.resting:
+            good = min((source, *self._ring), key=lambda snapshot: snapshot.narrowing)
+        self._go(good, sign, "rest" if watched.resting else "back")
+
+    def _normalise(self, sign: Sign, running: bool) -> None:
+        """From now on with the running statistics, or with the batch's again."""
+        self._engine.state.watched.running = running
+        source = Snapshot(0.0, 0, self._engine.source, {}, {})
+        self._go(source, sign, "running" if running else "batch")
+
+    def _go(self, good: Snapshot, sign: Sign, action: str) -> None:
+        state = self._engine.state
+        watched = state.watched
         watched.events.append(
-            Event(state.batches + 1, narrowing, doubt, action, good.batch, watched.scale)
+            Event(
+                state.batches + 1,
+                sign.name,
+                sign.value,
+                sign.doubt,
+                action,
+                good.batch,
+                watched.scale,
+            )
         )
         state.theta, state.velocity = good.theta, torch.zeros_like(good.theta)
         state.host, state.plus, state.guard = good.host, good.plus, {}
-        watched.since = watched.rows = 0
+        watched.since = watched.last = 0
         self._ring.clear()
         if good.batch:
             self._ring.append(good)
-        engine.theta.write(state.theta)
+        self._engine.theta.write(state.theta)
+
+
+class Alarm:
+    """Whether one class fills the latest answers; read a batch later, so that nobody waits."""
+
+    def __init__(self) -> None:
+        self._of: Tensor | None = None
+        self._copy: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+
+    def write(self, latest: Tensor) -> None:
+        """These are the shares now."""
+        self._of = latest
+        self._copy = latest.amax()
+        if latest.is_cuda:
+            self._copy = self._copy.to("cpu", non_blocking=True)
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def read(self, latest: Tensor | None) -> bool:
+        """Whether these shares, of the batch before, call for a look."""
+        if latest is None:
+            return False
+        if latest is not self._of or self._copy is None:
+            self.write(latest)
+        if self._copied is not None:
+            self._copied.synchronize()
+        assert self._copy is not None
+        return self._copy.item() > ALARM
+
+
+def compare(before: Memory, witness: Tensor, logits: Tensor, rows: int) -> tuple[Memory, Tensor]:
+    """What two models answer for the same images, added to the averages; what they show.
+
+    Returns:
+        the averages, and: whether the witness has a majority class; a sign at once and its doubt;
+        the sign over some `rows`, and its doubt. The sign is N where there is a majority, else S.
+    """
+    classes = math.log(logits.shape[1])
+    now = {
+        "source": _shares(witness),
+        "adapted": _shares(logits),
+        "differ": (logits.argmax(1) != witness.argmax(1)).float().mean(),
+    }
+    count = len(logits)
+    brief = _mean(before, "brief", now, count, max(BRIEF, count))
+    top = brief["brief.source"].argmax()
+    majority = brief["brief.source"][top] > 0.5
+    neglect = brief["brief.source"][top] - brief["brief.adapted"][top]
+    some = {"value": neglect, "differ": now["differ"]}
+    few = _mean(before, "few", some, count, rows)
+    many = _mean(before, "many", now, count, rows)
+    after = {
+        **brief,
+        **{n: torch.where(majority, few[n], before.get(n, torch.zeros_like(few[n]))) for n in few},
+        **{
+            n: torch.where(majority, before.get(n, torch.zeros_like(many[n])), many[n])
+            for n in many
+        },
+    }
+
+    def doubt(window: str, most: int) -> Tensor:
+        known = after[f"{window}.rows"].clamp(1, most)
+        return (after[f"{window}.differ"] / known).sqrt() * DOUBT
+
+    def narrowing(window: str) -> Tensor:
+        spread = [torch.special.entr(after[f"{window}.{n}"]).sum() for n in ("source", "adapted")]
+        return torch.sub(*spread) / classes
+
+    at_once, lately = doubt("brief", max(BRIEF, count)), doubt("few", rows)
+    n = torch.stack((neglect, at_once, after["few.value"], lately))
+    over_time = doubt("many", rows) / classes
+    s = torch.stack((narrowing("brief"), at_once / classes, narrowing("many"), over_time))
+    return after, torch.cat((majority.to(n.dtype)[None], torch.where(majority, n, s)))
+
+
+def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Memory:
+    """Averages over the last `rows` or so, with `count` new ones."""
+    known = before.get(f"{window}.rows", torch.zeros((), device=now["differ"].device)) + count
+    weight = (count / known).clamp(min(1.0, 2 / (1 + rows / count)), 1)
+    means = {
+        f"{window}.{name}": torch.lerp(before.get(f"{window}.{name}", new), new, weight)
+        for name, new in now.items()
+    }
+    return {**means, f"{window}.rows": known}
+
+
+def _latest(before: Tensor | None, logits: Tensor) -> Tensor:
+    """Shares of the classes among the latest answers."""
+    now = _shares(logits)
+    before = torch.zeros_like(now) if before is None else before
+    return torch.lerp(before, now, min(1.0, len(logits) / BRIEF))
 
 
 def _shares(logits: Tensor) -> Tensor:

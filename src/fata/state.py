@@ -28,7 +28,7 @@ from fata.method import OwnStep
 from fata.methods import describe, spec_of
 from fata.structure import listed
 
-FORMAT = 2
+FORMAT = 3
 
 
 class StateError(RuntimeError):

@@ -56,6 +56,11 @@ class Workshop:
         if self.device.startswith("cuda"):
             torch.set_float32_matmul_precision("high")
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process, what is set for a process is set there too."""
+        self.__dict__.update(state)
+        self.__post_init__()
+
     def model(self, name: str) -> Loaded:
         """A model, on the device; one at a time. `vit_base@sar`: by that protocol."""
         if name not in self._models:

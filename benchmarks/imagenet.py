@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
     parser.add_argument("--domains", nargs="+", help="the 15, if not given")
+    parser.add_argument("--rates", type=int, default=2, help="how many of the reference's rates")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--speed", default="exact")
@@ -100,7 +101,7 @@ def main() -> None:
             grid = Grid(
                 models=(model,),
                 data=(f"folder:{place}",),
-                methods=methods(RATES[model]),
+                methods=methods(RATES[model][: args.rates]),
                 domains=tuple(args.domains) if args.domains else None,
                 images=args.images,
                 speed=args.speed,

@@ -109,7 +109,7 @@ def test_it_goes_back_slower_and_rests_in_the_end(monkeypatch):
     monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: HARM)
     answers = [adapter(images) for images in batches(8)]
     assert [event.action for event in adapter.guard.events] == ["back", "rest"]
-    assert [event.rate for event in adapter.guard.events] == pytest.approx([0.3, 0.09])
+    assert [event.rate for event in adapter.guard.events] == pytest.approx([0.1, 0.01])
     assert adapter.guard.resting
     source = build("resnet_gn").eval()
     with torch.no_grad():

@@ -59,7 +59,7 @@ class Guard:
     narrowing: float = 0.003
     neglect: float = 0.01
     ring: int = 4
-    slower: float = 0.3
+    slower: float = 0.1
     patience: int = 3
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class Watch:
             own = logits if watched.running else self._witness(images, running=True)
             sign = self._compare("statistics", own, witness)
             if watched.running:
-                if sign.value < 0:
+                if self._mixed_again(sign):
                     self._normalise(sign, running=False)
                 return
             if sign.excess > 0:
@@ -197,6 +197,14 @@ class Watch:
             state = engine.state
             here = Snapshot(sign.value, state.batches + 1, state.theta, state.host, state.plus)
             self._ring.append(here)
+
+    def _mixed_again(self, sign: Sign) -> bool:
+        """Whether batches have been of many classes for long, and their statistics do no harm."""
+        state = self._engine.state
+        if sign.name == "neglect":
+            state.guard = {}
+            return False
+        return sign.value < 0 and bool(state.guard["statistics.many.rows"] >= self.guard.rows)
 
     def _witness(self, images: Tensor, running: bool = False) -> Tensor:
         """What the source weights answer."""

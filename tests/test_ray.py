@@ -1,5 +1,6 @@
 """Cells on a Ray cluster of two nodes: what one machine gives, whoever is lost on the way."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -39,7 +40,7 @@ class Notes:
 
     def __init__(self, once=None, on_staffed=None):
         self.ended, self.failures, self.missed, self.names = [], [], [], set()
-        self.workers = {}
+        self.workers, self.most = {}, 0
         self.once, self.on_staffed = once, on_staffed
 
     def tick(self, task, seen, accuracy):
@@ -60,6 +61,7 @@ class Notes:
 
     def staffed(self, workers):
         self.workers = dict(workers)
+        self.most = max(self.most, len(workers))
         self.names |= set(workers)
         if len(self.ended) == 2:  # where cells are too short to tick
             self._in_the_middle()
@@ -98,43 +100,57 @@ def pictures(folder, broken=()):
     return folder
 
 
+GRID = Grid(
+    ("mini_resnet_bn",),
+    methods=("norm", "tent+fata"),
+    domains=("contrast", "fog"),
+    images=48,
+    batch_size=8,
+)
+
+
 @pytest.fixture(scope="module")
-def grid(tmp_path_factory):
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pictures")
-    clean, damaged = pictures(folder / "clean"), pictures(folder / "damaged", {(3, 1)})
-    return Grid(
-        ("mini_resnet_bn",),
-        data=("embedded", f"folder:{damaged}"),
-        methods=("norm", "eata+fata"),
-        domains=("contrast",),
-        images=48,
-        batch_size=8,
-        fisher=f"folder:{clean}",
+    pictures(folder / "clean")
+    pictures(folder / "damaged", {(3, 1)})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cells(folder):
+    """Four with what is in the package; one with files, and with Fisher information of others."""
+    files = dataclasses.replace(
+        GRID, data=(f"folder:{folder / 'damaged'}",), methods=("eata+fata",)
     )
+    return [*GRID.cells(fata.data.open), *files.cells(fata.data.open)][:5]
 
 
 @pytest.fixture(scope="module")
-def cells(grid):
-    return list(grid.cells(fata.data.open))
-
-
-def workshop_of(grid):
-    return Workshop(fisher=grid.fisher, skip_damaged=True)
+def workshop(folder):
+    return Workshop(fisher=f"folder:{folder / 'clean'}", skip_damaged=True)
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory, grid, cells):
+def local(tmp_path_factory, cells, workshop):
     """The same cells without Ray; in new processes, as the tests' own kernels are others."""
-    store, workshop = Store(tmp_path_factory.mktemp("local") / "r.db"), workshop_of(grid)
+    store = Store(tmp_path_factory.mktemp("local") / "r.db")
     run(missing(cells, store, workshop, False), store, workshop, Notes(), jobs=2)
-    assert len(store) == len(cells)
+    assert len(store) == 5
     return lasting(store)
 
 
 @pytest.fixture(scope="module")
+def four(local):
+    """What becomes of the first four."""
+    return {k: both for k, both in local.items() if both[0]["data"]["data"] == "embedded"}
+
+
+@pytest.fixture(scope="module")
 def cluster():
-    """Two nodes; on this machine both."""
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    """Two nodes, on this machine both; one says that it has a GPU."""
+    head = {**NODE, "num_gpus": 1, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**NODE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", cluster.address)
@@ -148,55 +164,58 @@ def connected(cluster):
         yield cluster
 
 
-def run_on_ray(path, grid, cells, notes):
-    store, workshop = Store(path), workshop_of(grid)
+def run_on_ray(path, cells, workshop, notes, gpus=0):
+    store = Store(path)
     tasks = missing(cells, store, workshop, False)
-    on_ray.run(tasks, store, workshop, notes, on_ray.share(None, jobs=1))
+    on_ray.run(tasks, store, workshop, notes, on_ray.share(gpus, jobs=1))
     return store
 
 
 # -- the same results ---------------------------------------------------------------------------
 
 
-def test_cells_are_those_of_one_machine_bit_for_bit(tmp_path, grid, cells, local, connected):
+def test_cells_are_those_of_one_machine_bit_for_bit(tmp_path, cells, workshop, local, connected):
     notes = Notes()
-    store = run_on_ray(tmp_path / "r.db", grid, cells, notes)
+    store = run_on_ray(tmp_path / "r.db", cells, workshop, notes)
     assert lasting(store) == local
     assert sorted(notes.ended) == sorted(local)
     assert len(notes.names) == 2  # one a node
     assert {record.result["damaged"] for record in store} == {0, 1}
-    assert missing(cells, store, workshop_of(grid), False) == []
+    assert missing(cells, store, workshop, False) == []
 
 
-def test_a_killed_worker_loses_and_doubles_nothing(tmp_path, grid, cells, local, connected):
+def test_workers_share_a_gpu_and_a_killed_one_loses_and_doubles_nothing(
+    tmp_path, cells, workshop, four, connected, monkeypatch
+):
+    monkeypatch.setattr(on_ray, "Stocked", lambda _, *rest: Stocked("cpu", *rest))
     notes = Notes(once=kill)
-    store = run_on_ray(tmp_path / "r.db", grid, cells, notes)
+    store = run_on_ray(tmp_path / "r.db", cells[:4], workshop, notes, gpus=0.5)
     assert len(notes.missed) == 1
-    assert sorted(notes.ended) == sorted(local)
-    assert lasting(store) == local
+    assert notes.most == 2
+    assert sorted(notes.ended) == sorted(four)
+    assert lasting(store) == four
 
 
-def test_a_removed_node_loses_and_doubles_nothing(tmp_path, grid, cells, local, connected):
+def test_a_removed_node_loses_and_doubles_nothing(tmp_path, cells, workshop, four, connected):
     (second,) = connected.worker_nodes
     notes = Notes(once=lambda _: connected.remove_node(second))
     try:
-        store = run_on_ray(tmp_path / "r.db", grid, cells, notes)
+        store = run_on_ray(tmp_path / "r.db", cells[:4], workshop, notes)
     finally:
         connected.add_node(**NODE)
     assert len(notes.missed) == 1
-    assert sorted(notes.ended) == sorted(local)
-    assert lasting(store) == local
+    assert sorted(notes.ended) == sorted(four)
+    assert lasting(store) == four
 
 
-def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, grid, cells, local, connected):
+def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, four, connected):
     path = tmp_path / "r.db"
     command = [
-        *(sys.executable, "-m", "fata", "bench", "--model", *grid.models, "--skip-damaged"),
-        *("--data", ",".join(grid.data), "--fisher", grid.fisher, "--images", str(grid.images)),
-        *("--methods", ",".join(grid.methods), "--domains", *grid.domains),
-        *("--batch-size", str(grid.batch_size), "--store", str(path)),
+        *(sys.executable, "-m", "fata", "bench", "--model", *GRID.models, "--store", str(path)),
+        *("--methods", ",".join(GRID.methods), "--domains", ",".join(GRID.domains)),
+        *("--images", str(GRID.images), "--batch-size", str(GRID.batch_size)),
     ]
-    on_cluster = ["--on", "ray", "--address", connected.address]
+    on_cluster = ["--on", "ray", "--address", connected.address, "--device", "cpu"]
     running = subprocess.Popen([*command, *on_cluster], stdout=subprocess.PIPE, text=True)
     for line in running.stdout:
         if line.startswith("1/"):
@@ -206,10 +225,10 @@ def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, grid, cells, local
     assert running.returncode == 130
     assert "the same command goes on from there" in " ".join(rest.split())
     kept = {record.key: record.finished for record in Store(path)}
-    assert 1 <= len(kept) < len(cells)
+    assert 1 <= len(kept) < 4
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     store = Store(path)
-    assert lasting(store) == local
+    assert lasting(store) == four
     assert {record.key: record.finished for record in store}.items() >= kept.items()
 
 
@@ -217,11 +236,11 @@ def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, grid, cells, local
 
 
 def test_a_cell_that_fails_or_loses_every_worker_does_not_stop_the_others(
-    tmp_path, grid, cells, connected, monkeypatch
+    tmp_path, cells, workshop, connected, monkeypatch
 ):
     monkeypatch.setattr(on_ray, "TRIES", 2)
-    store, workshop = Store(tmp_path / "r.db"), Workshop(fisher=grid.fisher)
-    tasks = missing(cells[:3], store, workshop, False)
+    store, strict = Store(tmp_path / "r.db"), dataclasses.replace(workshop, skip_damaged=False)
+    tasks = missing([*cells[:2], cells[4]], store, strict, False)
     fine, fatal, unreadable = tasks
 
     def staffed(workers):
@@ -230,7 +249,7 @@ def test_a_cell_that_fails_or_loses_every_worker_does_not_stop_the_others(
                 kill(name)
 
     notes = Notes(on_staffed=staffed)
-    on_ray.run(tasks, store, workshop, notes, Share(1))
+    on_ray.run(tasks, store, strict, notes, Share(1))
     told = dict(notes.failures)
     assert set(told) == {fatal.key, unreadable.key}
     assert "its worker was lost 2 times" in told[fatal.key]
@@ -240,11 +259,17 @@ def test_a_cell_that_fails_or_loses_every_worker_does_not_stop_the_others(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "why"), [(0.25, "no node of the cluster has 0.25 GPU"), (1.5, "whole number")]
+    ("gpus", "why"), [(2, "no node of the cluster has 2 GPU"), (1.5, "whole number")]
 )
 def test_a_share_that_no_node_has_is_refused(connected, gpus, why):
     with pytest.raises(ClusterError, match=why):
         on_ray.share(gpus, jobs=1)
+
+
+def test_a_cell_has_a_gpu_where_there_are_some(connected):
+    assert on_ray.share(None, jobs=1) == Share(1, 1)
+    assert on_ray.share(0.25, jobs=1).gpus == 0.25
+    assert on_ray.share(0, jobs=1) == Share(1)
 
 
 def bench(*arguments):
@@ -316,9 +341,9 @@ def test_decoded_pictures_are_those_of_the_files(tmp_path):
 
 
 def test_models_and_pictures_are_put_once_and_go_with_their_last_cell(
-    tmp_path, grid, cells, connected, monkeypatch
+    tmp_path, cells, workshop, connected, monkeypatch
 ):
-    workshop, put = workshop_of(grid), []
+    put = []
     tasks = missing(cells, Store(tmp_path / "r.db"), workshop, False)
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda thing: put.append(type(thing).__name__) or real(thing))
@@ -336,16 +361,13 @@ def test_models_and_pictures_are_put_once_and_go_with_their_last_cell(
     assert not stock._pictures
 
 
-def test_pictures_that_do_not_fit_are_left_to_who_meets_them(tmp_path, grid, cells, connected):
-    workshop = workshop_of(grid)
-    cells = [cell for cell in cells if cell.data != "embedded"]
-    tasks = missing(cells, Store(tmp_path / "r.db"), workshop, False)
+def test_pictures_that_do_not_fit_are_left_to_who_meets_them(tmp_path, cells, workshop, connected):
+    tasks = missing(cells[4:], Store(tmp_path / "r.db"), workshop, False)
     _, refs = Larder(tasks, workshop, room=40 * 3 * 32 * 32 - 1).serve(tasks[0])
     assert all(isinstance(ray.get(ref), fata.data.dataset.Files) for ref in refs)
 
 
-def test_a_worker_knows_how_far_it_is(tmp_path, grid, cells, connected, monkeypatch):
-    workshop = workshop_of(grid)
+def test_a_worker_knows_how_far_it_is(tmp_path, cells, workshop, connected, monkeypatch):
     tasks = missing(cells[:1], Store(tmp_path / "r.db"), workshop, False)
     kit, refs = Larder(tasks, workshop, room=2**20).serve(tasks[0])
     clock = itertools.count()
@@ -353,7 +375,7 @@ def test_a_worker_knows_how_far_it_is(tmp_path, grid, cells, connected, monkeypa
     worker = Worker(Stocked(), threads=1)
     result, why = worker.run(7, cells[0], kit, *ray.get(refs))
     assert why == ""
-    assert worker.progress() == (7, 48, result["accuracy"] / 100)
+    assert worker.progress() == (7, 48, pytest.approx(result["accuracy"] / 100))
 
 
 # -- Kubernetes ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import ray
@@ -147,7 +147,7 @@ class Worker:
     """In a process on a node: cell after cell, with the model and the pictures of the last."""
 
     def __init__(self, workshop: Stocked, threads: int) -> None:
-        self.workshop, self.threads = replace(workshop), threads
+        self.workshop, self.threads = workshop, threads
         self._at = (-1, 0, 0.0)
 
     def hello(self) -> Hello:

@@ -1,6 +1,7 @@
 """Cells on a Ray cluster of two nodes: what one machine gives, whoever is lost on the way."""
 
 import dataclasses
+import io
 import itertools
 import os
 import re
@@ -18,6 +19,7 @@ import torch
 import yaml
 from PIL import Image
 from ray.cluster_utils import Cluster
+from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -30,6 +32,7 @@ from fata.bench.run import missing, run
 from fata.bench.store import Store
 from fata.bench.workshop import Workshop
 from fata.cli import app
+from fata.commands.bench import Show
 
 TIMED = ("seconds", "latency", "images_per_second", "peak_memory")
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
@@ -128,7 +131,7 @@ def cells(folder):
 
 @pytest.fixture(scope="module")
 def workshop(folder):
-    return Workshop(fisher=f"folder:{folder / 'clean'}", skip_damaged=True)
+    return Workshop(fisher=f"folder:{folder / 'clean'}", workers=0, skip_damaged=True)
 
 
 @pytest.fixture(scope="module")
@@ -152,9 +155,7 @@ def cluster():
     head = {**NODE, "num_gpus": 1, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(**NODE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_ADDRESS", cluster.address)
-        yield cluster
+    yield cluster
     cluster.shutdown()
 
 
@@ -284,6 +285,7 @@ def bench(*arguments):
         (("--address", "auto"), "are for --on ray"),
         (("--gpus-per-cell", "0.5"), "are for --on ray"),
         (("--on", "ray", "--device", "cuda:1"), "on Ray it is cpu or cuda"),
+        (("--on", "ray", "--address", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
         (("--on", "ray", "--device", "cpu", "--gpus-per-cell", "0.5"), "give one"),
     ],
 )
@@ -302,6 +304,43 @@ def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
     code, output = bench("--on", "ray")
     assert code == 2
     assert "pip install fata[ray]" in output
+
+
+# -- progress -----------------------------------------------------------------------------------
+
+
+def shown(monkeypatch, tasks, terminal):
+    """A watcher, and what it writes."""
+    written = io.StringIO()
+    screen = Console(file=written, force_terminal=terminal, width=200)
+    monkeypatch.setattr("fata.commands.bench.console", screen)
+    monkeypatch.setattr("fata.commands.console", screen)
+    return Show(len(tasks)), written
+
+
+def test_a_terminal_shows_workers_and_their_cells(tmp_path, cells, workshop, monkeypatch):
+    one, two, *_ = tasks = missing(cells, Store(tmp_path / "r.db"), workshop, False)
+    show, written = shown(monkeypatch, tasks, terminal=True)
+    show.staffed({"node-a:1": one, "node-b:2": two})
+    show.tick(one, 8, 0.5)
+    show.tick(two, 8, 0.5)
+    every, first, second = show._progress.tasks
+    assert every.fields["note"] == "2 workers"
+    assert first.description.strip() == f"{one.cell}, by node-a:1"
+    assert second.description.strip() == f"{two.cell}, by node-b:2"
+    show.lost("node-a:1")
+    show.staffed({"node-b:2": two})
+    assert show._progress.tasks == [every, second]
+    assert every.fields["note"] == "1 worker"
+    assert "worker node-a:1 was lost" in written.getvalue()
+
+
+def test_a_line_says_whose_cell_it_was(tmp_path, cells, workshop, monkeypatch):
+    one, *_ = tasks = missing(cells, Store(tmp_path / "r.db"), workshop, False)
+    show, written = shown(monkeypatch, tasks, terminal=False)
+    show.staffed({"node-a:1": one})
+    show.done(one, {"accuracy": 50.0, "collapsed_at": None, "damaged": 0})
+    assert written.getvalue() == f"1/5 {one.cell}: 50.00 %, by node-a:1\n"
 
 
 # -- shares -------------------------------------------------------------------------------------

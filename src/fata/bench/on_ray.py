@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ def connected(address: str | None) -> Iterator[None]:
     if ray.is_initialized():
         yield
         return
+    _knock(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of a change
     try:
@@ -63,6 +65,16 @@ def connected(address: str | None) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def _knock(address: str | None) -> None:
+    """Refuse an address where nobody answers, which Ray would try for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as error:
+            raise ClusterError(f"no Ray cluster at {address}: {error}.") from error
 
 
 @dataclass(frozen=True)

@@ -325,7 +325,8 @@ class Show:
     def staffed(self, workers: Mapping[str, Task | None]) -> None:
         """How many workers there are, and which cell each is at."""
         self._workers = {task.key: name for name, task in workers.items() if task is not None}
-        self._progress.update(self._cells, note=f"{len(workers)} workers")
+        people = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
+        self._progress.update(self._cells, note=people)
 
     def lost(self, worker: str) -> None:
         """Say so; the cell's bar starts anew with another worker."""

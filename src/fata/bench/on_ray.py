@@ -73,7 +73,7 @@ def _knock(address: str | None) -> None:
     if colon and port.isdecimal() and "/" not in host:
         try:
             socket.create_connection((host, int(port)), timeout=10).close()
-        except OSError as error:
+        except (OSError, OverflowError) as error:
             raise ClusterError(f"no Ray cluster at {address}: {error}.") from error
 
 

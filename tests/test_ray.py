@@ -241,7 +241,8 @@ def test_a_cell_that_fails_or_loses_every_worker_does_not_stop_the_others(
 ):
     monkeypatch.setattr(on_ray, "TRIES", 2)
     store, strict = Store(tmp_path / "r.db"), dataclasses.replace(workshop, skip_damaged=False)
-    tasks = missing([*cells[:2], cells[4]], store, strict, False)
+    damaged = dataclasses.replace(cells[4], method="norm")
+    tasks = missing([*cells[:2], damaged], store, strict, False)
     fine, fatal, unreadable = tasks
 
     def staffed(workers):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import pickle
 import signal
 import sqlite3
 import subprocess
@@ -341,6 +342,16 @@ def test_processes_give_what_one_gives(tmp_path, workshop):
         for store in (one, two)
     ]
     assert figures[0] == figures[1]
+
+
+def test_a_workshop_sent_to_a_process_sets_the_precision_there():
+    sent = pickle.dumps(Workshop("cuda"))
+    torch.set_float32_matmul_precision("highest")
+    try:
+        pickle.loads(sent)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, workshop, monkeypatch):

@@ -124,6 +124,21 @@ def test_a_worker_stays_with_the_pictures_it_has():
     assert todo.next(group) is None
 
 
+def test_a_task_that_comes_back_is_handed_out_again():
+    tasks = [
+        Task(Cell("m", "d", "normal", (name,), 5, "tent", 0), name, {"length": 10})
+        for name in ("fog", "snow")
+    ]
+    todo = Todo(tasks)
+    ahead = todo.peek(None)
+    one, two = todo.next(None), todo.next(None)
+    assert ahead == one
+    assert (len(todo), todo.peek(None)) == (0, None)
+    todo.back(two)
+    assert len(todo) == 1
+    assert todo.next(("m", "d", tasks[one].cell.domains)) == two
+
+
 def test_long_work_is_begun_first():
     """Else it would be all that is left at the end, for a few workers."""
     lengths = {("fog",): 10, ("snow",): 10, ("fog", "snow"): 100}

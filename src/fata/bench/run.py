@@ -94,7 +94,7 @@ def run(
         try:
             result = workshop.run(task.cell, partial(watcher.tick, task), then)
         except Exception as error:
-            watcher.failed(task, _told(error))
+            watcher.failed(task, told(error))
             continue
         store.put(task.key, task.protocol, here, result)
         watcher.done(task, result)
@@ -133,7 +133,7 @@ class Todo:
         self.tasks = tasks
         self.left: dict[Group, deque[int]] = {}
         for number, task in enumerate(tasks):
-            self.left.setdefault(_group(task.cell), deque()).append(number)
+            self.left.setdefault(group_of(task.cell), deque()).append(number)
         self._given: Counter[Group] = Counter()
 
     def next(self, last: Group | None) -> int | None:
@@ -141,15 +141,32 @@ class Todo:
 
         Else of those with the most work left for each worker that they were given to.
         """
-        if not self.left:
+        group = self._choose(last)
+        if group is None:
             return None
-        if last not in self.left:
-            last = max(self.left, key=lambda group: self._work(group) / (1 + self._given[group]))
-            self._given[last] += 1
-        number = self.left[last].popleft()
-        if not self.left[last]:
-            del self.left[last]
+        if group != last:
+            self._given[group] += 1
+        number = self.left[group].popleft()
+        if not self.left[group]:
+            del self.left[group]
         return number
+
+    def peek(self, last: Group | None) -> int | None:
+        """What would be next, if it were asked for now."""
+        group = self._choose(last)
+        return None if group is None else self.left[group][0]
+
+    def back(self, number: int) -> None:
+        """A task that was handed out is to be done after all, and soon."""
+        self.left.setdefault(group_of(self.tasks[number].cell), deque()).appendleft(number)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.left.values()))
+
+    def _choose(self, last: Group | None) -> Group | None:
+        if last in self.left or not self.left:
+            return last if self.left else None
+        return max(self.left, key=lambda group: self._work(group) / (1 + self._given[group]))
 
     def _work(self, group: Group) -> int:
         """Images left."""
@@ -171,12 +188,13 @@ class Hand:
         if number is None:
             self.inbox.put(None)
             return
-        self.last = _group(todo.tasks[number].cell)
+        self.last = group_of(todo.tasks[number].cell)
         self.has.append(number)
         self.inbox.put((number, todo.tasks[number].cell))
 
 
-def _group(cell: Cell) -> Group:
+def group_of(cell: Cell) -> Group:
+    """What it has in common with others."""
     return cell.model, cell.data, cell.domains
 
 
@@ -228,7 +246,7 @@ def _work(workshop: Workshop, threads: int, name: int, inbox: Any, news: Any) ->
         try:
             result = workshop.run(cell, partial(_tell, news, name, number), following)
         except Exception as error:
-            news.put((name, number, "failed", _told(error)))
+            news.put((name, number, "failed", told(error)))
         else:
             news.put((name, number, "done", here, result))
 
@@ -237,5 +255,6 @@ def _tell(news: Any, name: int, number: int, seen: int, accuracy: float) -> None
     news.put((name, number, "tick", seen, accuracy))
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
+    """Why a cell could not be measured."""
     return f"{type(error).__name__}: {error}"

@@ -66,13 +66,13 @@ class Shelf:
 
         It gives what `serve.live` does, from the shelf where it fits there.
         """
-        wanted = [_wanted(stream, number) for number in range(len(stream.domains))]
-        if sum(map(len, wanted)) * 3 * size * size * 4 > self.room:
+        needed = [wanted(stream, number) for number in range(len(stream.domains))]
+        if sum(map(len, needed)) * 3 * size * size * 4 > self.room:
             decoded = live(stream, device, workers)
             return lambda: decoded
         waiting = [
             self._begin(stream.dataset, domain, some, device, workers)
-            for domain, some in zip(stream.domains, wanted, strict=True)
+            for domain, some in zip(stream.domains, needed, strict=True)
         ]
         return lambda: _taken(stream, [wait() for wait in waiting], device)
 
@@ -132,7 +132,7 @@ def _taken(stream: Stream, lots: list[Lot], device: torch.device) -> Decoded:
             yield torch.cat(pieces)[torch.cat(order).argsort().to(device)], broken
 
 
-def _wanted(stream: Stream, number: int) -> Tensor:
+def wanted(stream: Stream, number: int) -> Tensor:
     """Which pictures of a domain come."""
     return torch.from_numpy(np.unique(stream.index[stream.domain == number].numpy()))
 

@@ -85,7 +85,7 @@ class Workshop:
 
     def protocol(self, cell: Cell) -> dict[str, Any]:
         """All that the cell's result depends on."""
-        clean = self._clean(cell)
+        clean = self.clean(cell)
         fisher = None
         if clean is not None:
             fisher = f"{FISHER_IMAGES} of {clean.of(Domain(CLEAN)).digest}, batches of 64"
@@ -132,9 +132,9 @@ class Workshop:
 
     def lacks_fisher(self, cell: Cell) -> bool:
         """Whether the method has a penalty, but nothing to compute it from."""
-        return cell.wants_fisher(self.model(cell.model)) and self._clean(cell) is None
+        return cell.wants_fisher(self.model(cell.model)) and self.clean(cell) is None
 
-    def _clean(self, cell: Cell) -> Dataset | None:
+    def clean(self, cell: Cell) -> Dataset | None:
         """Where clean images for EATA's penalty are, if anywhere."""
         if not cell.wants_fisher(self.model(cell.model)):
             return None
@@ -147,7 +147,7 @@ class Workshop:
 
     def _information(self, cell: Cell) -> dict[str, Tensor] | None:
         """EATA's Fisher information of a model, computed once."""
-        clean = self._clean(cell)
+        clean = self.clean(cell)
         if clean is None:
             return None
         at = (cell.model, clean.spec)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.progress import (
@@ -95,6 +97,18 @@ def bench(
     ),
     jobs: Jobs = 1,
     device: Device = None,
+    on: Annotated[
+        str | None,
+        typer.Option(help="ray: on a Ray cluster; by default in this machine's own processes."),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Of the Ray cluster, such as auto; by default one on this machine."),
+    ] = None,
+    gpus_per_cell: Annotated[
+        float | None,
+        typer.Option(min=0, help="On Ray: such as 0.25; by default 1 where there are GPUs."),
+    ] = None,
     workers: Workers = None,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave damaged pictures out, and count them.")
@@ -138,21 +152,21 @@ def bench(
         "guard": guard,
     }
     given = {name: value for name, value in flags.items() if value is not None}
-    device = chosen_device(device)
-    try:
-        grid = _grid(config, given)
-        workshop = Workshop(device, grid.jpeg, grid.fisher, workers, skip_damaged)
-        cells = list(grid.cells(open_data))
-        results = Store(store)
-        tasks = missing(cells, results, workshop, again)
-    except (GridError, DataError, ZooError, StoreError) as error:
-        raise typer.BadParameter(str(error)) from error
-    remedy = ": give --fisher SPEC, or fisher_alpha=0 to mean it"
-    announce(cells, tasks, results, workshop, remedy)
-    if dry_run:
-        preview(tasks, results, workshop, jobs)
-        return
-    watcher = carry_out(tasks, results, workshop, jobs)
+    with _place(on, address, gpus_per_cell, device, jobs, dry_run) as (own_device, runner):
+        try:
+            grid = _grid(config, given)
+            workshop = Workshop(own_device, grid.jpeg, grid.fisher, workers, skip_damaged)
+            cells = list(grid.cells(open_data))
+            results = Store(store)
+            tasks = missing(cells, results, workshop, again)
+        except (GridError, DataError, ZooError, StoreError) as error:
+            raise typer.BadParameter(str(error)) from error
+        remedy = ": give --fisher SPEC, or fisher_alpha=0 to mean it"
+        announce(cells, tasks, results, workshop, remedy)
+        if dry_run:
+            preview(tasks, results, workshop, jobs)
+            return
+        watcher = carry_out(tasks, results, workshop, runner)
     wanted = {key(workshop.protocol(cell)) for cell in cells}
     for table in comparisons(record for record in results if record.key in wanted):
         show(table)
@@ -183,14 +197,12 @@ def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) 
         )
 
 
-def carry_out(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) -> Show:
+def carry_out(tasks: Sequence[Task], store: Store, workshop: Workshop, runner: Runner) -> Show:
     """Run cells and show how it goes; Ctrl-C leaves those that are done."""
-    from fata.bench.run import run
-
     watcher = Show(len(tasks))
     try:
         with watcher:
-            run(tasks, store, workshop, watcher, jobs)
+            runner(tasks, store, workshop, watcher)
     except KeyboardInterrupt:
         console.print(
             f"stopped: {watcher.finished} of {len(tasks)} cells done and kept in {store.path}; the "
@@ -198,6 +210,66 @@ def carry_out(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int
         )
         raise typer.Exit(130) from None
     return watcher
+
+
+Runner = Callable[["Sequence[Task]", "Store", "Workshop", "Show"], None]
+
+
+def here(jobs: int) -> Runner:
+    """What runs cells in processes of this machine."""
+    from fata.bench.run import run
+
+    return partial(run, jobs=jobs)
+
+
+class Place(NamedTuple):
+    """Where cells are run."""
+
+    device: str  # of what is done in this process
+    runner: Runner
+
+
+@contextmanager
+def _place(
+    on: str | None,
+    address: str | None,
+    gpus_per_cell: float | None,
+    device: str | None,
+    jobs: int,
+    dry_run: bool,
+) -> Iterator[Place]:
+    """This machine, or a Ray cluster while we are connected to it."""
+    if on not in (None, "ray"):
+        raise typer.BadParameter(f"--on {on}: give ray, or leave it out.")
+    if on is None and (address, gpus_per_cell) != (None, None):
+        raise typer.BadParameter("--address and --gpus-per-cell are for --on ray.")
+    if on is None or dry_run:
+        yield Place(chosen_device(device), here(jobs))
+        return
+    try:
+        from fata.bench import on_ray
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise typer.BadParameter("--on ray needs Ray: pip install fata[ray]") from error
+    gpus = _gpus(device, gpus_per_cell)
+    try:
+        with on_ray.connected(address):
+            one = on_ray.share(gpus, jobs)
+            yield Place("cpu", partial(on_ray.run, one=one))
+    except on_ray.ClusterError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _gpus(device: str | None, gpus: float | None) -> float | None:
+    """For a cell on Ray, where the device says it."""
+    if device is None:
+        return gpus
+    if device not in ("cpu", "cuda"):
+        raise typer.BadParameter(f"--device {device}: on Ray it is cpu or cuda.")
+    if gpus is not None and (device == "cuda") != (gpus > 0):
+        raise typer.BadParameter(f"--device {device} with --gpus-per-cell {gpus:g}: give one.")
+    return gpus if gpus is not None else float(device == "cuda")
 
 
 class Show:
@@ -218,6 +290,7 @@ class Show:
         )
         self._cells = self._progress.add_task("cells", total=total, note="")
         self._running: dict[str, TaskID] = {}
+        self._workers: dict[str, str] = {}  # on Ray, by the key of the cell that each is at
 
     def __enter__(self) -> Show:
         self._progress.start()
@@ -230,7 +303,7 @@ class Show:
         """Move the bar of a running cell."""
         if task.key not in self._running:
             length = task.protocol["length"]
-            bar = self._progress.add_task(f"  {task.cell}", total=length, note="")
+            bar = self._progress.add_task(f"  {task.cell}{self._by(task)}", total=length, note="")
             self._running[task.key] = bar
         self._progress.update(self._running[task.key], completed=seen, note=f"{accuracy:.1%}")
 
@@ -242,12 +315,25 @@ class Show:
             fallen = "" if result["collapsed_at"] is None else ", collapsed"
             left_out = f", {result['damaged']} damaged left out" if result["damaged"] else ""
             accuracy = f"{result['accuracy']:.2f} %{fallen}{left_out}"
-            say(f"{self.finished}/{self.total} {task.cell}: {accuracy}")
+            say(f"{self.finished}/{self.total} {task.cell}: {accuracy}{self._by(task)}")
 
     def failed(self, task: Task, why: str) -> None:
         """Remember why; it is told at the end."""
         self.failures.append((task.cell, why))
         self._over(task)
+
+    def staffed(self, workers: Mapping[str, Task | None]) -> None:
+        """How many workers there are, and which cell each is at."""
+        self._workers = {task.key: name for name, task in workers.items() if task is not None}
+        people = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
+        self._progress.update(self._cells, note=people)
+
+    def lost(self, worker: str) -> None:
+        """Say so; the cell's bar starts anew with another worker."""
+        for key in [key for key, name in self._workers.items() if name == worker]:
+            if key in self._running:
+                self._progress.remove_task(self._running.pop(key))
+        say(f"worker {worker} was lost; its cell goes to another")
 
     def close(self) -> None:
         """Tell what failed, if anything did, and end with exit code 1."""
@@ -255,6 +341,9 @@ class Show:
             console.print(f"[red]failed[/] {cell}: {why}", highlight=False)
         if self.failures:
             raise typer.Exit(1)
+
+    def _by(self, task: Task) -> str:
+        return f", by {self._workers[task.key]}" if task.key in self._workers else ""
 
     def _over(self, task: Task) -> None:
         if task.key in self._running:

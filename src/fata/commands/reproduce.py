@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fata.commands import Device, Jobs, chosen_device, say
-from fata.commands.bench import announce, carry_out, preview
+from fata.commands.bench import announce, carry_out, here, preview
 
 if TYPE_CHECKING:
     from fata.bench.beside import Sheet
@@ -100,7 +100,7 @@ def reproduce(
     if dry_run:
         preview(tasks, results, workshop, jobs)
         return
-    watcher = carry_out(tasks, results, workshop, jobs)
+    watcher = carry_out(tasks, results, workshop, here(jobs))
     found = gather(todo, results, workshop)
     records = [record for parts in found.values() for some in parts.values() for record in some]
     if records:

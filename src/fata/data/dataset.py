@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -116,6 +116,11 @@ class Dataset:
         if domain not in self._opened:
             self._opened[domain] = self.pictures(domain)
         return self._opened[domain]
+
+    def hold(self, pictures: Mapping[Domain, Pictures]) -> None:
+        """Have these pictures at hand, and let go of others."""
+        self._opened.clear()
+        self._opened.update(pictures)
 
     def finish(self, pixels: Tensor, domain: Domain, ids: Sequence[int]) -> Tensor:
         """Corrupt pixels in [0, 1] where the corruption is not on the disk already."""

@@ -3,3 +3,7 @@
 
 class DataError(ValueError):
     """Names the file or folder that is wrong, and what was expected there."""
+
+
+class Damaged(Exception):  # noqa: N818
+    """A picture that was found damaged before; the text is what was said of it then."""

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from fata.data.dataset import Arrays, Dataset, Domain, Pictures
-from fata.data.errors import DataError
+from fata.data.dataset import Dataset, Domain, Files, Pictures
+from fata.data.errors import Damaged, DataError
 
 if TYPE_CHECKING:
     from fata.data.streams import Stream
@@ -107,7 +107,7 @@ def read(
     """
     if workers is None:
         workers = min(8, _cores(), count)
-    if all(isinstance(source, Arrays) for source in sources):
+    if not any(isinstance(source, Files) for source in sources):
         workers = 0
     loader = DataLoader(
         _Pictures(sources),
@@ -154,6 +154,8 @@ class _Pictures(TorchDataset[tuple[Tensor, Broken]]):
             source = self.sources[place]
             try:
                 pictures.append(source.read(index))
+            except Damaged as error:
+                broken[row] = str(error)
             except Exception as error:  # Pillow's decoders raise anything for bad files
                 broken[row] = f"{source.name(index)} ({type(error).__name__}: {error})"
         return torch.stack(pictures) if pictures else torch.empty(0), broken

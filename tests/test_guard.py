@@ -10,7 +10,7 @@ import fata
 from fata import tiny
 from fata.bench.cell import Cell, key
 from fata.bench.workshop import Workshop
-from fata.guard import Sign
+from fata.guard import BRIEF, DRASTIC, EARLY, Sign, compare
 from fata.methods import SPECS
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
@@ -134,6 +134,121 @@ def test_it_goes_back_to_the_widest_answers(monkeypatch):
     )
 
 
+def answers(*classes, of=10):
+    """Logits of rows with these answers."""
+    return torch.nn.functional.one_hot(torch.tensor(classes), of).float()
+
+
+def signs(witness, logits, before=None):
+    _, (majority, now, doubt, *_) = compare(before or {}, witness, logits, 448)
+    return bool(majority), now.item(), doubt.item()
+
+
+def test_a_class_that_takes_over_is_a_narrowing():
+    mixed = answers(*range(10), *range(10))
+    taken = answers(*[3] * 8, *range(10), 8, 9)
+    majority, now, doubt = signs(mixed, taken)
+    assert not majority
+    assert now > doubt > 0
+    _, now, _ = signs(taken, mixed)  # the other way round a model has learned
+    assert now < 0
+    assert signs(mixed, mixed) == (False, 0, 0)
+
+
+def test_where_a_stream_has_one_class_to_cling_to_another_is_harm():
+    cat = answers(*[3] * 40, *range(10))
+    more, dog = answers(*[3] * 50), answers(*[5] * 45, *[3] * 5)
+    majority, now, _ = signs(cat, more)
+    assert majority
+    assert now < 0
+    majority, now, doubt = signs(cat, dog)
+    assert majority
+    assert now > doubt
+
+
+def test_few_images_leave_much_in_doubt():
+    few, many = (signs(answers(*([1, 2] * n)), answers(*([1, 1] * n)))[2] for n in (2, 32))
+    assert few == pytest.approx(4 * many)
+
+
+def test_what_went_wrong_slowly_shows_over_time():
+    """A small share a look, within doubt each time, is beyond it in the end."""
+    mixed, worse = answers(*range(10)), answers(*range(9), 8)
+    memory = {}
+    seen = []
+    for _ in range(200):
+        memory, (_, *values) = compare(memory, mixed, worse, 448)
+        seen.append([value.item() for value in values])
+    assert seen[0][0] < seen[0][1]
+    assert seen[-1][2] > seen[-1][3]
+
+
+def sign_is(monkeypatch, adapter, **by_name):
+    """Let comparisons find this, whatever is answered."""
+    fine = Sign("narrowing", 0.0, 0.1, 0.0)
+    monkeypatch.setattr(
+        type(adapter.guard), "_compare", lambda _, name, *__: by_name.get(name, fine)
+    )
+
+
+def test_batches_that_do_not_normalise_are_answered_by_the_running_statistics(
+    monkeypatch, tmp_path
+):
+    adapter = fata.adapt(build("resnet_bn"), "tent", lr=0.01)
+    sign_is(monkeypatch, adapter, statistics=HARM)
+    images = batches(6)
+    found = [adapter(batch) for batch in images]
+    assert [event.action for event in adapter.guard.events] == ["running"]
+    model = build("resnet_bn").eval()
+    with torch.no_grad():
+        assert torch.equal(found[-1], model(images[-1]))
+        assert not torch.allclose(found[0], model(images[0]))
+    with adapter.frozen():
+        assert torch.equal(adapter(images[-1]), found[-1])
+    adapter.save(tmp_path / "s.safetensors")
+    other = fata.adapt(build("resnet_bn"), "tent", lr=0.01)
+    other.load(tmp_path / "s.safetensors")
+    assert torch.equal(other(images[-1]), found[-1])
+    adapter.reset()
+    assert torch.equal(adapter(images[0]), found[0])
+
+
+def test_batches_of_one_image_are_too_small_to_normalise_with():
+    """Nobody says so to the guard: it finds that the answers have narrowed."""
+    loaded = fata.zoo.load("mini_resnet_bn")
+    data = fata.data.open("embedded", fit=loaded)
+    adapter = fata.adapt(loaded.model, "norm")
+    assert adapter.guard is None  # nothing learns
+    adapter.unwrap()
+    adapter = fata.adapt(loaded.model, "tent", lr=1e-4)
+    for batch in fata.stream(data, "bs1", domains=["spatter"], images=64):
+        adapter(loaded.preprocess.normalise(batch.images))
+    assert [event.action for event in adapter.guard.events] == ["running"]
+
+
+def test_many_answers_of_one_class_call_for_a_look(monkeypatch):
+    """Between two looks, and not at every batch; where no class has many, there are no more."""
+    looks = {}
+    for alarm in (0.0, 1.0):
+        monkeypatch.setattr("fata.guard.ALARM", alarm)  # always, never
+        adapter = fata.adapt(build("vit_ln"), "tent", guard=fata.Guard(every=50), lr=1e-6)
+        for images in batches(20, rows=BRIEF):
+            adapter(images)
+        looks[alarm] = adapter.counts["rows_witness"] // BRIEF
+    assert looks[1.0] == len(EARLY)
+    assert len(EARLY) < looks[0.0] <= 10
+
+
+@pytest.mark.parametrize(("value", "stepped_in"), [(DRASTIC / 2, False), (2 * DRASTIC, True)])
+def test_a_host_may_narrow_a_little_as_it_begins(monkeypatch, value, stepped_in):
+    adapter = fata.adapt(build("resnet_gn"), "tent", lr=0.01)
+    found = torch.tensor([0, value, 0, value, 0])  # no majority; at once and over time
+    monkeypatch.setattr("fata.guard.compare", lambda *_: ({}, found))
+    for images in batches(7):
+        adapter(images)
+    assert bool(adapter.guard.events) == stepped_in
+
+
 @pytest.fixture
 def at_rest(monkeypatch, tmp_path):
     """An adapter whose guard has given up, and the file of its state."""
@@ -226,7 +341,7 @@ def test_a_guard_that_is_none():
 
 
 def test_a_guarded_cell_is_another_cell_and_tells_what_was_done():
-    free = Cell("mini_resnet_gn", "embedded", "normal", ("fog",), 5, "tent", 0, 16, 64, {"lr": 1.0})
+    free = Cell("mini_resnet_gn", "embedded", "normal", ("fog",), 5, "tent", 0, 16, 96, {"lr": 3.0})
     guarded = dataclasses.replace(free, guard=True)
     workshop = Workshop()
     assert key(workshop.protocol(free)) != key(workshop.protocol(guarded))

@@ -36,7 +36,10 @@ DOUBT = 1.5  # deviations of a sign
 BRIEF = 64  # answers that a sign is averaged over to see what happens at once
 ALARM = 0.4  # share of one class among the latest answers that calls for a look
 EARLY = (1, 2, 4, 6)  # batches after which the first looks are
-RARELY = 4  # looks between two at the statistics of BatchNorm
+DRASTIC = 0.05  # S that counts from the first batch on; a host may narrow a little as it begins
+SETTLED = 64  # batches after which the statistics of BatchNorm are looked at more rarely:
+RARELY = 4  # at every fourth look
+LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Guard:
         rows: how many answers a sign is averaged over to see what happens slowly.
         narrowing: the S, beyond doubt, above which the model is taken back.
         neglect: the N, beyond doubt, above which it is.
-        ring: states of good looks that are kept to go back to; the source is always one.
+        ring: states kept to go back to, of looks with S below 0 beyond doubt; the source is
+            always one.
         slower: factor of the rate after going back.
         patience: how often to try again before resting at the source.
     """
@@ -174,13 +178,13 @@ class Watch:
         watched.since += 1
         if due:
             watched.last = since
-            rarely = since in EARLY or not since % (RARELY * interval)
-            self._look(images, logits, rarely)
+            self._look(images, logits, since <= SETTLED or not since % (RARELY * interval))
 
-    def _look(self, images: Tensor, logits: Tensor, rarely: bool) -> None:
+    def _look(self, images: Tensor, logits: Tensor, normalising: bool) -> None:
+        """Compare; with `normalising`, also what BatchNorm normalises with."""
         engine, watched = self._engine, self._engine.state.watched
         witness = self._witness(images)
-        if engine.coupled and (rarely or watched.running):
+        if engine.coupled and (normalising or watched.running):
             own = logits if watched.running else self._witness(images, running=True)
             sign = self._compare("statistics", own, witness)
             if watched.running:
@@ -193,7 +197,7 @@ class Watch:
         sign = self._compare("adapted", witness, logits)
         if sign.excess > 0:
             self._take_back(sign)
-        elif sign.name == "narrowing":
+        elif sign.name == "narrowing" and sign.value < -sign.doubt:
             state = engine.state
             here = Snapshot(sign.value, state.batches + 1, state.theta, state.host, state.plus)
             self._ring.append(here)
@@ -204,7 +208,9 @@ class Watch:
         if sign.name == "neglect":
             state.guard = {}
             return False
-        return sign.value < 0 and bool(state.guard["statistics.many.rows"] >= self.guard.rows)
+        if sign.value >= 0:
+            return False
+        return bool(state.guard["statistics.many.rows"] >= LONG * self.guard.rows)
 
     def _witness(self, images: Tensor, running: bool = False) -> Tensor:
         """What the source weights answer."""
@@ -221,9 +227,11 @@ class Watch:
         state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
         # A wait for the device, at every look.
         majority, *values = signs.tolist()
-        kind, limit = (
-            ("neglect", self.guard.neglect) if majority else ("narrowing", self.guard.narrowing)
-        )
+        kind, limit = "narrowing", self.guard.narrowing
+        if majority:
+            kind, limit = "neglect", self.guard.neglect
+        elif state.watched.since <= self.guard.every:
+            limit = max(limit, DRASTIC)
         both = [Sign(kind, value, doubt, limit) for value, doubt in (values[:2], values[2:])]
         return max(both, key=lambda sign: sign.excess)
 

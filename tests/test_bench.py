@@ -240,6 +240,18 @@ def test_a_protocol_names_the_settings_that_the_model_brings(workshop):
     json.dumps(protocol)
 
 
+def test_small_batches_take_the_models_rate_in_proportion(workshop):
+    """Unless the cell says a rate of its own."""
+    cell = Cell("mini_resnet_bn", "embedded", "bs1", ("fog",), 5, "tent+fata", 0)
+    rate = fata.zoo.load("mini_resnet_bn").settings("tent+fata")["lr"]
+    assert workshop.protocol(cell)["lr"] == rate / 64
+    for size, share in ((32, 0.5), (64, 1), (256, 1)):
+        sized = dataclasses.replace(cell, scenario="normal", batch_size=size)
+        assert workshop.protocol(sized)["lr"] == rate * share
+    own = dataclasses.replace(cell, fields={"lr": 0.25})
+    assert workshop.protocol(own)["lr"] == 0.25
+
+
 def test_a_cells_accuracy_is_that_of_the_plain_loop(workshop):
     cell = Cell("mini_resnet_bn", "embedded", "normal", ("contrast",), 5, "tent+fata", 3, 16, 48)
     result = workshop.run(cell, lambda seen, accuracy: None)
@@ -247,7 +259,7 @@ def test_a_cells_accuracy_is_that_of_the_plain_loop(workshop):
     stream = fata.stream(
         fata.data.open("embedded"), domains=["contrast"], batch_size=16, images=48, seed=3
     )
-    settings = loaded.settings("tent+fata")
+    settings = loaded.settings("tent+fata", batch=16)
     adapter = fata.adapt(loaded.model, "tent+fata", guard=None, seed=3, **settings)
     right = [(adapter(loaded.preprocess.normalise(b.images)).argmax(1) == b.labels) for b in stream]
     assert result["accuracy"] == pytest.approx(100 * torch.cat(right).float().mean().item())

@@ -18,6 +18,7 @@ from fata.adapter import Adapter, adapt
 from fata.corruptions import BY_NAME
 from fata.data import Dataset, Stream, stream
 from fata.data.dataset import data_name
+from fata.data.scenarios import default_batch
 from fata.fisher import FisherData
 from fata.guard import Guard
 from fata.methods import describe, parse
@@ -70,7 +71,8 @@ class Cell:
 
     def settings(self, loaded: Loaded) -> dict[str, Any]:
         """Fields of the method and the rate: the model's own, and over them the cell's."""
-        return {**loaded.settings(self.method), **self.fields}
+        batch = self.batch_size or default_batch(self.scenario)
+        return {**loaded.settings(self.method, batch), **self.fields}
 
     def stream(self, dataset: Dataset) -> Stream:
         """What comes, in which order."""

@@ -19,6 +19,11 @@ from fata.data.errors import DataError
 from fata.data.label_shift import label_shift
 
 
+def default_batch(scenario: str) -> int:
+    """How many images come at a time, if nobody says."""
+    return 1 if scenario == "bs1" else 64
+
+
 @dataclass(frozen=True, eq=False)
 class Segment:
     """Some images of some domains, in order."""

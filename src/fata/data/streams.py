@@ -19,7 +19,7 @@ from torch import Tensor
 from fata.data import serve
 from fata.data.dataset import Dataset, Domain
 from fata.data.errors import DataError
-from fata.data.scenarios import SCENARIOS, Deck
+from fata.data.scenarios import SCENARIOS, Deck, default_batch
 from fata.data.serve import Samples
 from fata.state import digest
 from fata.state import save as save_tensors
@@ -163,7 +163,7 @@ def stream(
             f"{near(scenario, SCENARIOS)}"
         )
     if batch_size is None:
-        batch_size = 1 if scenario == "bs1" else 64
+        batch_size = default_batch(scenario)
     if batch_size < 1 or (scenario == "bs1" and batch_size != 1):
         raise DataError(
             f"batch_size={batch_size}: {'bs1 is 1' if batch_size > 0 else 'at least 1'}."

@@ -63,17 +63,21 @@ class Loaded:
     labels: tuple[str, ...] = field(default=(), repr=False)
     recipe: Mapping[str, Any] = field(default_factory=dict)
 
-    def settings(self, spec: str) -> dict[str, Any]:
+    def settings(self, spec: str, batch: int = 64) -> dict[str, Any]:
         """Fields for `fata.adapt(loaded.model, spec, **loaded.settings(spec))`.
 
         Methods that make views of the images get the mean and std; then come the presets of the
-        host, and over them those of the whole spec.
+        host, and over them those of the whole spec. Their rate is for batches of 64; smaller ones
+        take it in proportion, as the paper's presets do.
         """
         method, _ = parse(spec)
         pixels = {"mean": self.preprocess.mean, "std": self.preprocess.std}
         views = pixels if hasattr(method, "mean") else {}
         host = spec.partition("+")[0]
-        return {**views, **self.presets.get(host, {}), **self.presets.get(spec, {})}
+        own = {**self.presets.get(host, {}), **self.presets.get(spec, {})}
+        if "lr" in own:
+            own["lr"] *= min(1.0, batch / 64)
+        return {**views, **own}
 
     def __str__(self) -> str:
         use, weights = self.preprocess, self.weights

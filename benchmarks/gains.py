@@ -146,9 +146,75 @@ def speeds() -> None:
     )
 
 
+def averages(name: str) -> None:
+    """Mean of each method, a line a model and scenario; how many of the cells collapsed."""
+    print(f"\n{name}: mean accuracy (collapsed of the cells)")
+    found: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for record in kept(name):
+        p = record.protocol
+        methods = found.setdefault((p["model"], p["scenario"]["name"]), {})
+        methods.setdefault(p["method"], []).append(record)
+    for at, methods in sorted(found.items()):
+        cells = [
+            f"{method} {mean(r.result['accuracy'] for r in own):.2f} ({sum(map(collapsed, own))})"
+            for method, own in methods.items()
+        ]
+        print(*at, "|", ", ".join(cells))
+
+
+def reference() -> None:
+    """The ImageNet networks on the corruptions that the reference figures are of."""
+    eight = (
+        "gaussian_noise impulse_noise defocus_blur motion_blur snow fog contrast jpeg_compression"
+    )
+    print("\nImageNet, mean of the reference's eight corruptions; of those in which nobody falls")
+    records = [
+        r for r in kept("imagenet") if domain_name(r.protocol["domains"][0]) in eight.split()
+    ]
+    for model in dict.fromkeys(record.protocol["model"] for record in records):
+        own = [record for record in records if record.protocol["model"] == model]
+        fallen = {record.protocol["domains"][0] for record in own if collapsed(record)}
+        for method in dict.fromkeys(record.protocol["method"] for record in own):
+            cells = {
+                r.protocol["domains"][0]: r.result["accuracy"]
+                for r in own
+                if r.protocol["method"] == method
+            }
+            fine = [accuracy for domain, accuracy in cells.items() if domain not in fallen]
+            print(f"{model:10} {method:10} {mean(cells.values()):.2f} {mean(fine):.2f}")
+
+
+def held() -> None:
+    """What the guard gave: against not adapting, and against the same cells without it."""
+    free = {_cell(r): r for name in ("normal", "label-shift") for r in kept(name)}
+    still: dict[tuple[str, ...], float] = {}
+    for cell, record in free.items():
+        if cell[1] in ("source", "norm"):
+            place = (cell[0], *cell[2:])
+            still[place] = max(still.get(place, 0), record.result["accuracy"])
+    found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    for record in kept("guard"):
+        cell = _cell(record)
+        three = still[(cell[0], *cell[2:])], free[cell].result["accuracy"]
+        found.setdefault((cell[-1], cell[0]), []).append((*three, record.result["accuracy"]))
+    print("\nguard: cells; those not over a point below not adapting without it: the change;")
+    print("the others: against not adapting without and with it; below by a point with it; worst")
+    for at, cells in sorted(found.items()):
+        fine = [held - free for still, free, held in cells if free >= still - 1]
+        hurt = [(free - still, held - still) for still, free, held in cells if free < still - 1]
+        before, after = (mean(side) for side in zip(*hurt, strict=True)) if hurt else (0, 0)
+        apart = [held - still for still, _, held in cells]
+        print(
+            *at,
+            f"{len(cells)}; {len(fine)}: {mean(fine) if fine else 0:+.2f};",
+            f"{len(hurt)}: {before:+.2f}, {after:+.2f};",
+            f"{sum(a < -1 for a in apart)}, {min(apart):+.2f}",
+        )
+
+
 def _cell(record: Record) -> tuple[str, ...]:
-    protocol = record.protocol
-    return protocol["model"], protocol["method"], protocol["domains"][0], protocol["seed"]
+    p = record.protocol
+    return p["model"], p["method"], p["domains"][0], p["seed"], p["scenario"]["name"]
 
 
 def _rows(comparison: Comparison, method: str) -> str:
@@ -188,6 +254,13 @@ def main() -> None:
     settings("why")
     settings("ablations")
     speeds()
+    for name in ("mixed", "bs1"):
+        averages(name)
+    for comparison in comparisons(kept("imagenet")):
+        print(markdown(comparison))
+    upright(kept("imagenet"))
+    reference()
+    held()
 
 
 if __name__ == "__main__":

@@ -111,8 +111,7 @@ class Adapter(nn.Module):
             raise TypeError(f"seed={seed!r}: must be a whole number.")
         if speed not in SPEEDS:
             raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
-        if group is not None:
-            _check_group(method, speed)
+        check_group(group, method, speed)
         sets = params if params is not None else method.params or ("truncated" if plus else None)
         theta = Theta(choose(model, sets) if sets is not None else {})
         vit = is_transformer_like(model)
@@ -141,8 +140,7 @@ class Adapter(nn.Module):
                 if fisher_data is not None:
                     engine.fisher = fisher(engine, fisher_data)
                     engine.state = engine.fresh()
-                if group is not None:
-                    self._join(engine, Group.of(group), f"{lr}")
+                self._join(engine, group, f"{lr}")
             except BaseException:
                 _release(engine, self._modes, self._flags)
                 raise
@@ -232,6 +230,11 @@ class Adapter(nn.Module):
     def guard(self) -> Watch | None:
         """The guard at work: what it did (`events`), whether it rests; None: there is none."""
         return self._live().watch
+
+    @property
+    def group(self) -> Alone:
+        """The ranks that share every batch; of one process, itself."""
+        return self._live().group
 
     @property
     def fisher(self) -> dict[str, Tensor] | None:
@@ -329,8 +332,9 @@ class Adapter(nn.Module):
             if engine.watch:
                 engine.watch.forget()
 
-    def _join(self, engine: Engine, group: Alone, rate: str) -> None:
+    def _join(self, engine: Engine, ranks: ProcessGroup | None, rate: str) -> None:
         """Share every batch with the other ranks, once they are sure to be alike."""
+        group = Group.of(ranks)
         if not isinstance(group, Group):
             return
         self._fingerprint = states.fingerprint(engine)
@@ -339,9 +343,11 @@ class Adapter(nn.Module):
         group.agree(
             model=self._fingerprint,
             method=f"{describe(engine.method)} {described}",
-            choice_of_parameters=f"{engine.theta.names}",
-            seed_rate_or_guard=f"{engine.seed} {rate} {watch}",
-            penalty=f"{engine.fisher is not None}",
+            params=f"{engine.theta.names}",
+            fisher_data=f"{engine.fisher is not None}",
+            seed=f"{engine.seed}",
+            lr=rate,
+            guard=f"{watch}",
         )
         engine.join(group)
 
@@ -475,7 +481,10 @@ def _check_arguments(method: Method, plus: Fata | None, fisher_data: FisherData 
         )
 
 
-def _check_group(method: Method, speed: str) -> None:
+def check_group(group: ProcessGroup | None, method: Method, speed: str) -> None:
+    """Refuse what ranks cannot share."""
+    if group is None:
+        return
     if isinstance(method, OwnStep):
         why = (
             "it learns from each image by itself and forgets it: give every rank an adapter of its "

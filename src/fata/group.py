@@ -11,13 +11,14 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 if TYPE_CHECKING:
     from fata.engine import Engine, State
@@ -62,6 +63,14 @@ class Alone:
         """The unbiased deviation of each column over the rows of all ranks."""
         return rows.var(0) if squared else rows.std(0)
 
+    def share(self, rows: int) -> slice:
+        """This rank's of some rows, split evenly."""
+        return slice(None)
+
+    def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
+        """A column on the host of which each rank has the rows `index`."""
+        return column
+
     def standing_in(self) -> AbstractContextManager[None]:
         """What is passed inside counts nothing."""
         raise ValueError("a batch without rows")
@@ -97,13 +106,17 @@ class Group(Alone):
         self._device = self._host = group
         if dist.get_backend(group) != "gloo":
             ranks = dist.get_process_group_ranks(group)
-            self._host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            assert isinstance(host, dist.ProcessGroup)  # this rank is one of them
+            self._host = host
         self._rows = 0
         self._life = _Life(group.group_name, self.rank, self.size)
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Alone:
-        """The one for these ranks, made once; of a single rank there is nothing to ask."""
+    def of(cls, group: dist.ProcessGroup | None) -> Alone:
+        """The one for these ranks, made once; a single one has nobody to ask."""
+        if group is None:
+            return ALONE
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
                 f"group={group!r}: give a group of torch.distributed, such as "
@@ -141,11 +154,21 @@ class Group(Alone):
         first = sum(counts[: self.rank]) if self.real else 0
         return sum(counts), slice(first, first + here)
 
+    def share(self, rows: int) -> slice:
+        """This rank's of some rows, split evenly."""
+        return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
+
+    def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
+        """A column on the host of which each rank has the rows `index`."""
+        wide = torch.uint8 if column.dtype == torch.bool else column.dtype
+        there = torch.zeros(rows, dtype=wide).index_copy_(0, index, column.to(wide))
+        return self._reduced(there, self._host).to(column.dtype)
+
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the rows of the batch."""
         return self.sum(values.sum(0)) / self._rows
 
-    def moments(self, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Variance and mean over axes along which all ranks have values, and how many they are.
 
         The gradient flows back to the values of all ranks.
@@ -153,8 +176,8 @@ class Group(Alone):
         var, mean = torch.var_mean(x, axes, correction=0)
         values = x.numel() // mean.numel() if self.real else 0
         here = torch.cat((mean, var, mean.new_full((1,), values)))
-        there: Tensor = _Gather.apply(here, self)  # type: ignore[no-untyped-call]
-        means, variances, counts = there.split([len(mean), len(var), 1], 1)
+        there: Tensor = _Gather.apply(here, self)
+        means, variances, counts = torch.split(there, [len(mean), len(var), 1], 1)
         share = counts / counts.sum()
         mean = (share * means).sum(0)
         return (share * (variances + (means - mean).square())).sum(0), mean, counts.sum()
@@ -188,7 +211,7 @@ class Group(Alone):
         for name, text in what.items():
             digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
             here = torch.tensor(int.from_bytes(digest, "little"))
-            self._compare(self._gathered(here, self._host), f"was given another {name}")
+            self._compare(self._gathered(here, self._host), f"was given another {name} than")
 
     def meet(self, rows: int, others: int, engine: Engine, learning: bool) -> tuple[int, int]:
         """Rows of the batch that comes, over all ranks: those to learn from, and others.
@@ -200,9 +223,9 @@ class Group(Alone):
         self._life.reach(state.batches)
         here = torch.tensor([rows, others, state.batches, learning, bits])
         there = self._gathered(here, self._host)
-        self._compare(there[:, 2], f"has not seen {int(there[0, 2])} batches as has")
-        self._compare(there[:, 3], "learns where the other is frozen, unlike")
-        self._compare(there[:, 4], f"holds other bits after {state.batches} batches")
+        self._compare(there[:, 2], "has seen another number of batches than")
+        self._compare(there[:, 3], "is frozen, or learns, unlike")
+        self._compare(there[:, 4], f"holds other bits after {state.batches} batches than")
         self._rows = int(there[:, 0].sum())
         if not self._rows + there[:, 1].sum():
             raise ValueError("no rank has an image: give a batch of at least one to some of them.")
@@ -224,7 +247,7 @@ class Group(Alone):
         odd = [str(rank) for rank, value in enumerate(others, 1) if value != first]
         if odd:
             raise GroupError(
-                f"rank {', '.join(odd)} {how} than rank 0. All ranks must make and call their "
+                f"rank {', '.join(odd)} {how} rank 0. All ranks must make and call their "
                 f"adapters alike; load one state on all of them to go on."
             )
 
@@ -258,13 +281,16 @@ class _Gather(torch.autograd.Function):
         return ctx.group.sum(gradient)[ctx.group.rank], None
 
 
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
 def _bits(state: State) -> int:
     """A number that differs, but for an accident, where anything differs that must not."""
     total = torch.zeros((), dtype=torch.int64, device=state.theta.device)
     memory = (*state.host.items(), *state.plus.items(), *state.guard.items())
     for tensor in (state.theta, state.velocity, *(tensor for _, tensor in sorted(memory))):
         flat = tensor.detach().contiguous().reshape(-1)
-        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.itemsize, int))
+        bits = flat.view(_WHOLE[flat.itemsize])
         place = 2 * torch.arange(len(bits), device=bits.device) + 1
         total = 31 * total + (place * bits).sum()
     return int(total)
@@ -278,8 +304,7 @@ class _Life:
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"fata {name}", store)
+        self._store = PrefixStore(f"fata {name}", _get_default_store())
         self._rank, self._size, self._batches, self._told = rank, size, 0, False
         self._beat()
         threading.Thread(target=self._live, daemon=True).start()

@@ -3,6 +3,8 @@
 import copy
 import os
 import signal
+import subprocess
+import sys
 import warnings
 from datetime import timedelta
 
@@ -13,6 +15,7 @@ import torch.multiprocessing as mp
 
 import fata
 from fata import tiny
+from fata.bench.store import Store
 from fata.check import images, network
 from fata.group import EVERY, GroupError
 from fata.losses import entropy
@@ -45,7 +48,8 @@ def made(model, case, **more):
     spec, *joint = case.split()
     fields = {"bn_stats": "joint"} if joint else {}
     if spec.startswith("eata"):
-        fields |= {"fisher_data": [images(8, seed=6).double()], "redundancy": 0.5}
+        clean = images(8, seed=6).double().to(next(model.parameters()).device)
+        fields |= {"fisher_data": [clean], "redundancy": 0.5}
     if spec.startswith("sar"):
         fields["recovery"] = 0.6  # goes back to the source now and then
     guard = fata.Guard(every=2, rows=16, narrowing=0.0)  # looks often, and takes back
@@ -72,22 +76,28 @@ def run(adapter, parts, share):
 # -- in one of two processes ----------------------------------------------------------------------
 
 
-def rank_of_two(rank, path):
+def rank_of_two(rank, path, device):
     """Everything, in one pair of processes: to start one takes seconds."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    store = dist.FileStore(f"{path}/store", 2)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    store, backend = dist.FileStore(f"{path}/store", 2), {"cpu": "gloo", "cuda": "nccl"}[device]
     limit = timedelta(seconds=20)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=2, timeout=limit)
     models, parts = torch.load(f"{path}/given", weights_only=False)
 
     def group(net="resnet_gn", case="tent", **more):
-        return made(copy.deepcopy(models[net]), case, group=dist.group.WORLD, **more)
+        model = copy.deepcopy(models[net]).to(device)
+        return made(model, case, group=dist.group.WORLD, **more)
 
-    streams = {
-        case: run(group(*case), parts, lambda part, split: part.split(split)[rank])
-        for case in CASES
-    }
+    def mine(part, split):
+        return part.split(split)[rank].to(device)
+
+    streams = {case: run(group(*case), parts, mine) for case in CASES}
+    if device == "cuda":
+        torch.save(streams, f"{path}/{rank}")
+        return
     seen = {"streams": streams, **saved(rank, path, group), **astray(rank, group)}
     torch.save(seen, f"{path}/{rank}")
     torch.save(died(rank, group), f"{path}/{rank} at last")
@@ -157,40 +167,61 @@ def died(rank, group):
 # -- here -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    path = tmp_path_factory.mktemp("ranks")
+def two(path, device):
+    """Exit codes of two ranks, and what each of them saw."""
     models = {net: network(net).double() for net in tiny.NAMES}
     torch.save((models, batches(models["resnet_gn"])), path / "given")
     spawn = mp.get_context("spawn")
-    processes = [spawn.Process(target=rank_of_two, args=(rank, path)) for rank in (0, 1)]
+    processes = [spawn.Process(target=rank_of_two, args=(rank, path, device)) for rank in (0, 1)]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    assert [process.exitcode for process in processes] == [0, -signal.SIGKILL]
-    both = [torch.load(path / str(rank), weights_only=False) for rank in (0, 1)]
+    seen = [torch.load(path / str(rank), weights_only=False) for rank in (0, 1)]
+    return [process.exitcode for process in processes], seen
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ranks")
+    ends, both = two(path, "cpu")
+    assert ends == [0, -signal.SIGKILL]
     return both, torch.load(path / "0 at last", weights_only=False), path
 
 
-@pytest.mark.parametrize(("net", "case"), CASES)
-def test_two_ranks_are_one(ranks, net, case):
-    models = network("resnet_gn").double(), network(net).double()
-    one = run(made(models[1], case), batches(models[0]), lambda part, _: part)
-    first, second = (seen["streams"][net, case] for seen in ranks[0])
-    close = {"rtol": 1e-6, "atol": 1e-8, "equal_nan": True}
-    for whole, *parts in zip(*(them["answers"] for them in (one, first, second)), strict=True):
-        torch.testing.assert_close(torch.cat([p[0] for p in parts]), whole[0], **close)
+def same(first, second, net, case, device="cpu"):
+    """Two ranks did what one process does, and are equal to each other bit for bit."""
+    model, parts = network(net).double().to(device), batches(network("resnet_gn").double())
+    one = run(made(model, case), parts, lambda part, _: part.to(device))
+    close = {"rtol": 1e-6, "atol": 1e-8, "equal_nan": True, "check_device": False}
+    for whole, *shares in zip(*(them["answers"] for them in (one, first, second)), strict=True):
+        torch.testing.assert_close(torch.cat([s[0].cpu() for s in shares]), whole[0], **close)
         for term, rows in whole[1].items():
-            assert torch.equal(torch.cat([p[1][term] for p in parts]), rows)
+            assert torch.equal(torch.cat([s[1][term].cpu() for s in shares]), rows.cpu())
     for name, tensor in one["state"].items():
         torch.testing.assert_close(first["state"][name], tensor, **close)
     for name, tensor in first["state"].items():
-        assert torch.equal(second["state"][name], tensor)
+        assert torch.equal(second["state"][name].cpu(), tensor.cpu())
     assert first["meta"] == second["meta"]
     assert first["counts"] == second["counts"] == one["counts"]
     for event, its in zip(first["events"], one["events"], strict=True):
         assert (event.batch, event.action, event.to) == (its.batch, its.action, its.to)
+
+
+@pytest.mark.parametrize(("net", "case"), CASES)
+def test_two_ranks_are_one(ranks, net, case):
+    same(*(seen["streams"][net, case] for seen in ranks[0]), net, case)
+
+
+@pytest.mark.skipif(
+    torch.cuda.device_count() < 2,
+    reason=f"needs two GPUs and NCCL; this machine has {torch.cuda.device_count()}",
+)
+def test_two_gpus_are_one(tmp_path):
+    ends, both = two(tmp_path, "cuda")
+    assert ends == [0, 0]
+    for net, case in CASES:
+        same(*(seen[net, case] for seen in both), net, case, "cuda")
 
 
 def test_the_streams_hold_what_they_are_for(ranks):
@@ -250,3 +281,29 @@ def test_what_is_no_group_is_refused():
         fata.adapt(network("resnet_gn"), "tent", group=object())
     with pytest.raises(ValueError, match="speed='fast'"):
         fata.adapt(network("resnet_gn"), "tent", speed="fast", group=object())
+
+
+GRID = "--model mini_resnet_gn --methods deyo+fata --domains fog --images 91 --guard"
+
+
+def bench(folder, *before):
+    """A cell by `fata bench`; batches of 64 and 27."""
+    command = [sys.executable, "-m", *before, "fata", "bench", *GRID.split()]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done, list(Store(folder / "results.db"))
+
+
+def test_bench_under_torchrun_is_bench(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folders = tmp_path / "one", tmp_path / "two"
+    for folder in folders:
+        folder.mkdir()
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
+    (alone, [one]), (shared, [two]) = bench(folders[0]), bench(folders[1], *launcher)
+    assert (alone.returncode, shared.returncode) == (0, 0)
+    assert shared.stdout == alone.stdout  # of one rank: the other is silent
+    assert two.key == one.key
+    assert two.result["counts"] == one.result["counts"]
+    assert two.result["classes"] == one.result["classes"]
+    for name in ("accuracy", "entropy"):
+        assert two.result["curve"][name] == pytest.approx(one.result["curve"][name], rel=1e-4)

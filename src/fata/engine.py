@@ -290,8 +290,6 @@ class Engine:
         host = self.method.select(seen, self.state.host).among(seen.finite)
         plus = self.plus.select(seen) if self.plus else Selection.none(seen.entropy)
         plus = plus.among(seen.finite)
-        total = self.group.sum
-        self.state.count(host=total(host.rows.sum()), plus=total(plus.rows.sum()))
         self.selected = host.rows, plus.rows
         self._learn(first, Terms(seen, host, plus), dense)
         if self.plus and first.perturb:
@@ -310,6 +308,7 @@ class Engine:
         chosen = torch.stack(selected)
         rows = self.group.rows(len(finite))
         host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
+        state.count(host=host, plus=plus)
         dense = dense and (self.coupled or fine == rows)  # 0 x NaN is no 0 in a gradient
         share = (torch.tensor(float(either)) / rows).item()
         state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
@@ -364,7 +363,7 @@ class Engine:
             again = self._seen(last.batch.images, second.logits)
             host = self.method.select(again, self.state.host).among(last.host.rows & again.finite)
             gradient = None
-            if plus or self.group.sum(host.rows.sum()):
+            if plus or any(self.group.numbers(host.rows)):
                 gradient = self._gradient(second, replace(last, host=host), plus=plus)
             return gradient, Terms(again, host, last.plus)
 

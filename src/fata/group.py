@@ -44,7 +44,7 @@ class Alone:
         return tensor
 
     def numbers(self, *masks: Tensor) -> list[int]:
-        """How many rows are true in each of some masks on the host, over all ranks."""
+        """How many rows are true in each of some masks, over all ranks; waits for the device."""
         return [int(mask.sum()) for mask in masks]
 
     def rows(self, here: int) -> int:
@@ -138,10 +138,9 @@ class Group(Alone):
         return self._gathered(tensor, self._device)
 
     def numbers(self, *masks: Tensor) -> list[int]:
-        """How many rows are true in each of some masks on the host, over all ranks."""
-        numbers: list[int] = self._reduced(
-            torch.stack([mask.sum() for mask in masks]), self._host
-        ).tolist()
+        """How many rows are true in each of some masks, over all ranks; waits for the device."""
+        here = torch.stack([mask.sum() for mask in masks]).cpu()
+        numbers: list[int] = self._reduced(here, self._host).tolist()
         return numbers
 
     def rows(self, here: int) -> int:

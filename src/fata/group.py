@@ -219,7 +219,7 @@ class Group(Alone):
         """
         state = engine.state
         bits = _bits(state) if learning and not state.batches % EVERY else 0
-        self._life.reach(state.batches)
+        self._life.go_on()
         here = torch.tensor([rows, others, state.batches, learning, bits])
         there = self._gathered(here, self._host)
         self._compare(there[:, 2], "has seen another number of batches than")
@@ -257,6 +257,7 @@ class Group(Alone):
         return self._reduced(there, group)
 
     def _reduced(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        self._life.sums += 1
         try:
             dist.all_reduce(tensor, group=group)
         except RuntimeError as error:
@@ -299,28 +300,31 @@ class _Life:
     """Signs of life, by which the others of a group tell who is gone and who is late.
 
     They lie in the store through which the processes found each other. A thread gives them, as a
-    rank that waits for another cannot.
+    rank that waits for another cannot, and hears what the others found out.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
         self._store = PrefixStore(f"fata {name}", _get_default_store())
-        self._rank, self._size, self._batches, self._told = rank, size, 0, False
+        self._rank, self._size = rank, size
+        self.sums = 0  # that this rank came to
+        self._heard, self._told = "", False
         self._beat()
         threading.Thread(target=self._live, daemon=True).start()
 
-    def reach(self, batches: int) -> None:
-        """This rank comes to its next batch."""
-        self._batches = batches
+    def go_on(self) -> None:
+        """What this rank told is no longer so."""
         if self._told:
             self._store.delete_key("why")
             self._told = False
 
-    def tell(self, why: str) -> None:
-        """What the others will be told, unless something went wrong before."""
+    def tell(self, why: str) -> str:
+        """Tell the others what went wrong; the first to tell is right."""
         try:
-            self._told = self._store.compare_set("why", "", why).decode() == why
+            told = self._store.compare_set("why", "", why).decode()
         except RuntimeError:  # nobody is left to be told
-            return
+            return why
+        self._told = told == why
+        return told
 
     def why(self, error: RuntimeError) -> str:
         """What went wrong, as far as the signs tell."""
@@ -331,26 +335,35 @@ class _Life:
             before = self._signs()
             time.sleep(_DEAD)
             after = self._signs()
-            gone = [str(rank) for rank in range(self._size) if before[rank][0] == after[rank][0]]
-            if gone:
-                self.tell(f"rank {', '.join(gone)} is gone: no sign of life from its process.")
-                return self._store.get("why").decode()
         except RuntimeError:
-            return f"rank 0 is gone, or the launcher, which keeps the store: {detail}"
-        places = ", ".join(f"rank {rank} at batch {at}" for rank, (_, at) in enumerate(after))
-        return f"not every rank came within the group's time-out ({places}): {detail}"
+            return self._heard or f"rank 0, or the launcher, is gone with the store: {detail}"
+        gone = [rank for rank in range(self._size) if before[rank] == after[rank]]
+        sums = [int(sign.split()[1]) for sign in after]
+        late = [rank for rank in range(self._size) if sums[rank] < max(sums)]
+        if gone:
+            return self._leave(gone, "is gone: its process gives no sign of life")
+        if late:
+            return self._leave(late, f"is alive, but did not come in time: {detail}")
+        return f"the ranks lost each other: {detail}"
 
-    def _signs(self) -> list[list[str]]:
+    def _leave(self, ranks: list[int], how: str) -> str:
+        """Tell it, and stay until the others have heard."""
+        told = self.tell(f"rank {', '.join(map(str, ranks))} {how}.")
+        time.sleep(3 * _BEAT)
+        return told
+
+    def _signs(self) -> list[str]:
         signs = self._store.multi_get([str(rank) for rank in range(self._size)])
-        return [sign.decode().split() for sign in signs]
+        return [sign.decode() for sign in signs]
 
     def _beat(self) -> None:
-        self._store.set(str(self._rank), f"{time.monotonic()} {self._batches}")
+        self._store.set(str(self._rank), f"{time.monotonic()} {self.sums}")
+        self._heard = self._store.get("why").decode() if self._store.check(["why"]) else ""
 
     def _live(self) -> None:
         try:
             while dist.is_initialized():
                 self._beat()
                 time.sleep(_BEAT)
-        except RuntimeError:  # the store is gone, and whoever asks will find that out
+        except RuntimeError:  # the store is gone; who asks will find that out
             return

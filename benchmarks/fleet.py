@@ -107,7 +107,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--step", type=float, default=16.7, help="ms of a batch")
     parser.add_argument("--processes", type=int, default=15, help="at work on one GPU")
-    parser.add_argument("--swap", type=float, default=0.85, help="ms to change the state")
+    parser.add_argument("--swap", type=float, default=21.4, help="ms to change the state")
     parser.add_argument("--state", type=float, default=423, help="KiB of a state")
     parser.add_argument("--batch", type=int, default=64, help="images of one camera")
     parser.add_argument("--rate", type=float, default=1.0, help="images a second of a camera")
@@ -122,7 +122,7 @@ def main() -> None:
     for seen in (simulate(gpu, streams) for streams in counts):
         mark = "  <- knee" if seen.streams == best.streams else ""
         print(
-            f"{seen.streams:8,}{seen.images:10,.0f}{seen.busy:7.0%}{1e3 * seen.wait:10,.1f}"
+            f"{seen.streams:8,}{seen.images:10,.1f}{seen.busy:7.0%}{1e3 * seen.wait:10,.1f}"
             f"{seen.lost:7.1%}{seen.hours:11.4f}{mark}"
         )
     held = best.streams * args.state / 2**20

@@ -287,8 +287,9 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by 
 def _bits(state: State) -> int:
     """A number that differs, but for an accident, where anything differs that must not."""
     total = torch.zeros((), dtype=torch.int64, device=state.theta.device)
-    memory = (*state.host.items(), *state.plus.items(), *state.guard.items())
-    for tensor in (state.theta, state.velocity, *(tensor for _, tensor in sorted(memory))):
+    memories = (state.host, state.plus, state.guard)
+    remembered = (memory[name] for memory in memories for name in sorted(memory))
+    for tensor in (state.theta, state.velocity, *remembered):
         flat = tensor.detach().contiguous().reshape(-1)
         bits = flat.view(_WHOLE[flat.itemsize])
         place = 2 * torch.arange(len(bits), device=bits.device) + 1

@@ -25,10 +25,13 @@ import fata
 from fata.bench.cost import state_bytes
 from fata.bench.store import Store
 from fata.bench.summary import Rows, summary
+from fata.check import images, network
+from fata.methods import SPECS as ALL
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 RUNS = Path(__file__).parent / "runs"
 SPEC = "eata+fata"
+SPECS = [spec for spec in ALL if spec not in ("norm", "cotta", "memo")]
 SIZES = (5_000, 25_000, 50_000, 500_000)  # floats of a flat gradient
 ROWS = {"mini_resnet_gn": (1, 8, 64), "resnet50_gn": (1, 8)}  # of a batch
 
@@ -55,13 +58,13 @@ def steps() -> None:
     print(f"\n{'a step of ' + SPEC + ', ms':34}{'rows':>6}{'source':>10}{'step':>10}")
     for name, model, side in networks():
         for rows in ROWS.get(name, ()):
-            images = torch.rand(rows, 3, side, side)
+            pictures = torch.rand(rows, 3, side, side)
             times = []
             for spec, fields in (("source", {}), (SPEC, {"fisher_alpha": 0, "redundancy": 1})):
                 adapter = fata.adapt(model, spec, guard=None, **fields)
                 if spec == SPEC:
                     half_selected(adapter, rows)
-                times.append(median(lambda a=adapter, x=images: a(x), 3, 1))
+                times.append(median(lambda a=adapter, x=pictures: a(x), 3, 1))
                 adapter.reset()
                 adapter.unwrap()
             print(f"{name:34}{rows:6}{1e3 * times[0]:10.1f}{1e3 * times[1]:10.1f}")
@@ -125,6 +128,34 @@ def _reduce(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def asked() -> None:
+    """How often the ranks of a group ask each other for a sum, a step."""
+    print(f"\n{'sums a step':34}" + "".join(f"{spec:>11}" for spec in SPECS))
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_ask, (folder,), 2)
+        for net, line in json.loads((Path(folder) / "sums").read_text()).items():
+            print(f"{f'tiny {net}':34}" + "".join(f"{number:11}" for number in line))
+
+
+def _ask(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    found: dict[str, list[int]] = {}
+    for net in ("resnet_gn", "resnet_bn"):
+        for spec in SPECS:
+            fields = {"fisher_alpha": 0, "redundancy": 1} if spec.startswith("eata") else {}
+            model, given = network(net), {"group": dist.group.WORLD, "guard": None, **fields}
+            adapter = fata.adapt(model, spec, lr=1e-6, **given)
+            for _ in range(3):
+                before = adapter.group.sums
+                adapter(images(8))
+            found.setdefault(net, []).append(adapter.group.sums - before)
+    if rank == 0:
+        (Path(folder) / "sums").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
 def writes() -> None:
     """Cells that a store takes in a second, from one process and from several."""
     with gzip.open(RUNS / "normal.jsonl.gz", "rt") as file:
@@ -155,7 +186,7 @@ def _write(writer: int, folder: str, given: tuple[dict[str, object], ...]) -> No
     (Path(folder) / f"took-{writer}").write_text(json.dumps([begin, time.time()]))
 
 
-def pictures() -> None:
+def decoded() -> None:
     """Pictures of ImageNet's size that one core decodes, resizes and crops in a second."""
     coarse = torch.randint(256, (47, 63, 3), dtype=torch.uint8).numpy()
     image = Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
@@ -184,7 +215,7 @@ def main() -> None:
     """Measure and print everything."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    for part in (recorded, steps, swaps, sums, writes, pictures):
+    for part in (recorded, steps, swaps, sums, asked, writes, decoded):
         part()
 
 

@@ -55,6 +55,13 @@ def lead(group: dist.ProcessGroup | None, tasks: Sequence[Task]) -> None:
 def follow(workshop: Workshop) -> None:
     """Run what the first rank runs, in silence."""
     told: list[list[Cell]] = [[]]
-    dist.broadcast_object_list(told, 0, workshop.group)
+    try:
+        dist.broadcast_object_list(told, 0, workshop.group)
+    except RuntimeError:
+        raise SystemExit(1) from None  # the first rank has ended, and said why
     for cell in told[0]:
-        workshop.run(cell, lambda *_: None)
+        try:
+            workshop.run(cell, lambda *_: None)
+        except Exception as error:
+            rank = dist.get_rank(workshop.group)
+            raise SystemExit(f"rank {rank} ends: {type(error).__name__}: {error}") from error

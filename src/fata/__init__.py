@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fata.augment import Fata
     from fata.corruptions import corrupt
     from fata.data.streams import stream
+    from fata.group import GroupError
     from fata.guard import Guard
     from fata.method import Batch, Memory, Method
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
@@ -25,6 +26,7 @@ __all__ = [
     "Deyo",
     "Eata",
     "Fata",
+    "GroupError",
     "Guard",
     "Memo",
     "Memory",
@@ -51,6 +53,7 @@ _FROM = {
     "augment": ("Fata",),
     "corruptions": ("corrupt",),
     "data.streams": ("stream",),
+    "group": ("GroupError",),
     "guard": ("Guard",),
     "method": ("Batch", "Memory", "Method"),
     "methods": ("Cotta", "Deyo", "Eata", "Memo", "Norm", "Sar", "Source", "Tent"),

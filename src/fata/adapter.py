@@ -13,12 +13,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fata import state as states
 from fata.augment import Fata
 from fata.engine import Engine
 from fata.fast import FastEngine
 from fata.fisher import FisherData, fisher
+from fata.group import Alone, Group
 from fata.guard import Guard, Watch
 from fata.method import Method, OwnStep
 from fata.methods import describe, parse, spec_of
@@ -67,6 +69,14 @@ class Adapter(nn.Module):
         seed: of the adapter's own draws; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16 and
             recorded passes).
+        group: ranks of `torch.distributed` that share every batch, each with an adapter made
+            alike; None: this process alone. See below.
+
+    In a `group` each rank gives its rows of a batch, in the order of the ranks; some may have
+    fewer than others, or none: `images[:0]`. All call as often as the others, frozen or not, and
+    learn what one process would from the whole batch. `counts` are of all rows, `selected` and the
+    logits of this rank's. The state is the same on every rank: any of them may save it, to a path
+    of its own or to that of another. Of `fisher_data` the mean over the ranks counts.
 
     Example:
         >>> import fata, torch
@@ -87,6 +97,7 @@ class Adapter(nn.Module):
         guard: Guard | bool | None = None,
         seed: int = 0,
         speed: str = "exact",
+        group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
         if isinstance(method, Fata):  # its loss alone
@@ -100,6 +111,7 @@ class Adapter(nn.Module):
             raise TypeError(f"seed={seed!r}: must be a whole number.")
         if speed not in SPEEDS:
             raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
+        check_group(group, method, speed)
         sets = params if params is not None else method.params or ("truncated" if plus else None)
         theta = Theta(choose(model, sets) if sets is not None else {})
         vit = is_transformer_like(model)
@@ -128,6 +140,7 @@ class Adapter(nn.Module):
                 if fisher_data is not None:
                     engine.fisher = fisher(engine, fisher_data)
                     engine.state = engine.fresh()
+                self._join(engine, group, f"{lr}")
             except BaseException:
                 _release(engine, self._modes, self._flags)
                 raise
@@ -153,18 +166,22 @@ class Adapter(nn.Module):
             images = images.detach()
             answer = engine.step if self._learning else engine.answer
             finite = images.flatten(1).isfinite().all(1)
-            if finite.all():
-                return answer(images).detach()
-            with engine.statistics.suspended() if engine.statistics else nullcontext():
-                bad = engine.answer(images[~finite])
-            logits = bad.new_empty(len(images), bad.shape[1])
-            logits[~finite] = bad
-            engine.selected = None
-            if finite.any():
-                logits[finite] = answer(images[finite]).detach()
-                engine.selected = _spread(engine.selected, finite)
-            if self._learning:
-                engine.state.count(seen=len(bad), not_finite=len(bad))
+            whole = bool(finite.all())
+            here = len(images) if whole else int(finite.sum())
+            usable, others = engine.group.meet(here, len(images) - here, engine, self._learning)
+            if whole and usable:
+                logits = answer(images).detach()
+            else:
+                with engine.statistics.suspended() if engine.statistics else nullcontext():
+                    bad = engine.answer(images[~finite])
+                logits = bad.new_empty(len(images), bad.shape[1])
+                logits[~finite] = bad
+                engine.selected = None
+                if usable:
+                    logits[finite] = answer(images[finite]).detach()
+                    engine.selected = _spread(engine.selected, finite)
+            if others and self._learning:
+                engine.state.count(seen=others, not_finite=others)
             return logits
 
     @contextmanager
@@ -213,6 +230,11 @@ class Adapter(nn.Module):
     def guard(self) -> Watch | None:
         """The guard at work: what it did (`events`), whether it rests; None: there is none."""
         return self._live().watch
+
+    @property
+    def group(self) -> Alone:
+        """The ranks that share every batch; of one process, itself."""
+        return self._live().group
 
     @property
     def fisher(self) -> dict[str, Tensor] | None:
@@ -310,6 +332,25 @@ class Adapter(nn.Module):
             if engine.watch:
                 engine.watch.forget()
 
+    def _join(self, engine: Engine, ranks: ProcessGroup | None, rate: str) -> None:
+        """Share every batch with the other ranks, once they are sure to be alike."""
+        group = Group.of(ranks)
+        if not isinstance(group, Group):
+            return
+        self._fingerprint = states.fingerprint(engine)
+        described = describe(engine.plus) if engine.plus else None
+        watch = engine.watch.guard if engine.watch else None
+        group.agree(
+            model=self._fingerprint,
+            method=f"{describe(engine.method)} {described}",
+            params=f"{engine.theta.names}",
+            fisher_data=f"{engine.fisher is not None}",
+            seed=f"{engine.seed}",
+            lr=rate,
+            guard=f"{watch}",
+        )
+        engine.join(group)
+
     def _source(self) -> str:
         if self._fingerprint is None:
             self._fingerprint = states.fingerprint(self._live())
@@ -361,6 +402,7 @@ def adapt(
     guard: Guard | bool | None = True,
     seed: int = 0,
     speed: str = "exact",
+    group: ProcessGroup | None = None,
     **fields: Any,
 ) -> Adapter:
     """Adapt a model by a method's name.
@@ -375,6 +417,7 @@ def adapt(
         guard: watches for a collapse; see `Adapter`. On, unless it is None or False.
         seed: of the adapter's own draws.
         speed: `exact` or `fast`; see `Adapter`.
+        group: ranks that share every batch, such as `torch.distributed.group.WORLD`; see `Adapter`.
         **fields: fields of the method or of `Fata`. One that both have is the method's;
             `fata_threshold=...` is the plug-in's.
 
@@ -395,6 +438,7 @@ def adapt(
         guard=guard,
         seed=seed,
         speed=speed,
+        group=group,
     )
 
 
@@ -434,6 +478,25 @@ def _check_arguments(method: Method, plus: Fata | None, fisher_data: FisherData 
             "no fisher_data: EATA without its penalty is ETA. Give batches of clean images as "
             "fisher_data, or say fisher_alpha=0 to mean it.",
             stacklevel=4,
+        )
+
+
+def check_group(group: ProcessGroup | None, method: Method, speed: str) -> None:
+    """Refuse what ranks cannot share."""
+    if group is None:
+        return
+    if isinstance(method, OwnStep):
+        why = (
+            "it learns from each image by itself and forgets it: give every rank an adapter of its "
+            "own, without a group"
+            if method.episodic
+            else "its step is its own and does not sum over ranks: use one process"
+        )
+        raise ValueError(f"{method.name!r} cannot share a batch with other ranks: {why}.")
+    if speed == "fast":
+        raise ValueError(
+            "speed='fast' records passes, and what ranks tell each other cannot be recorded: give "
+            "speed='exact' with a group."
         )
 
 

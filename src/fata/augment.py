@@ -17,12 +17,13 @@ with gradient to both) and ``"simple_ce"`` (cross entropy to the soft prediction
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fata.group import ALONE, Alone
 from fata.losses import entropy, soft_cross_entropy
 from fata.method import Batch, Memory, in_range, is_threshold
 from fata.norms import is_norm
@@ -92,23 +93,31 @@ class Fata:
             return entropy(augmented)
         return (augmented - clean).square().mean(1)
 
-    def perturb(self, z: Tensor, axis: int, memory: Memory, generator: torch.Generator) -> Perturb:
+    def perturb(
+        self,
+        z: Tensor,
+        axis: int,
+        memory: Memory,
+        generator: torch.Generator,
+        group: Alone = ALONE,
+    ) -> Perturb:
         """The perturbation of one batch, from its clean feature z; asked once a batch."""
         mu = channel_mean(z.detach(), axis)
-        rows, channels = mu.shape
+        channels = mu.shape[1]
+        rows, here = group.place(len(mu))  # drawn for all ranks
         if self.noise is not None:
             alpha, beta = (draw.to(mu) for draw in self.noise(rows, channels))
         else:
             draws = torch.randn(2, rows, channels, generator=generator, device=z.device)
             alpha, beta = 1 + self.sigma * draws
-        return Perturb(alpha, beta, self.delta(mu, memory), axis)
+        single = rows == 1
+        delta = torch.full_like(mu[0], 0.5) if single else self.delta(mu, memory, group)
+        return Perturb(alpha[here], beta[here], delta, axis, single)
 
-    def delta(self, mu: Tensor, memory: Memory) -> Tensor:
+    def delta(self, mu: Tensor, memory: Memory, group: Alone = ALONE) -> Tensor:
         """How freely each channel's mean may move, (D,), at most 1."""
         single = torch.full_like(mu[0], 0.5)
-        if len(mu) == 1:
-            return single
-        spread = mu.std(0) if self.spread == "std" else mu.var(0)
+        spread = group.deviation(mu, squared=self.spread == "variance")
         delta = spread / spread.max().clamp(min=1e-12)
         if self.ema is not None and "delta" in memory:
             single, delta = memory["delta"], torch.lerp(delta, memory["delta"], self.ema)
@@ -116,7 +125,7 @@ class Fata:
 
     def observe(self, perturb: Perturb, memory: Memory) -> Memory:
         """Keep the moving average that this batch's delta was."""
-        if self.ema is None or len(perturb.alpha) == 1:
+        if self.ema is None or perturb.single:
             return memory
         return {"delta": perturb.delta}
 
@@ -129,10 +138,11 @@ class Perturb:
     beta: Tensor  # (B, D)
     delta: Tensor  # (D,)
     axis: int  # of the channels in z
+    single: bool = False  # of a batch of one row, which has no deviation
 
     def at(self, index: Tensor) -> Perturb:
         """The same perturbation, for the rows `index` only."""
-        return Perturb(self.alpha[index], self.beta[index], self.delta, self.axis)
+        return replace(self, alpha=self.alpha[index], beta=self.beta[index])
 
     def __call__(self, z: Tensor) -> Tensor:
         """z', with the gradient through z and its channel means."""

@@ -19,6 +19,7 @@ statistics, so there one pass with gradient serves both.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fata.augment import Fata, Perturb, channel_axis
+from fata.group import ALONE, Alone, Group
 from fata.guard import Guard, Watch, Watched
 from fata.losses import weighted_mean
 from fata.method import Batch, Memory, Method, OwnStep
@@ -109,6 +111,7 @@ class Engine:
         self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
         self._overwrites: bool | None = None  # whether the model changes its images; None: unknown
         self.fisher: Tensor | None = None
+        self.group: Alone = ALONE
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
         self.state = self.fresh()
         self.watch = Watch(guard, self) if guard and self._drifts() else None
@@ -140,7 +143,10 @@ class Engine:
         """
         own = self.statistics.suspended() if running and self.statistics else nullcontext()
         with own, torch.no_grad():
-            return self.forward(images)
+            if len(images):
+                return self.forward(images)
+            with self.group.standing_in():
+                return self.forward(_stand_in(images))[:0]
 
     def still(self, images: Tensor) -> Tensor:
         """Logits of a model that does not learn; of its running statistics, if the guard says."""
@@ -148,7 +154,7 @@ class Engine:
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images in full precision, with a gradient where it is enabled."""
-        self.state.count(rows_forward=len(images))
+        self._passed(rows_forward=len(images))
         return logits_of(self._call(images), len(images))
 
     def answer(self, images: Tensor) -> Tensor:
@@ -182,17 +188,31 @@ class Engine:
                 logits = self.still(images)
             elif isinstance(self.method, OwnStep):
                 logits = self.method.step(self, images)
-            else:
+            elif len(images):
                 logits = self._step(images)
+            else:
+                with self.group.standing_in():
+                    logits = self._step(_stand_in(images))[:0]
+                self.selected = logits[:, 0].bool(), logits[:, 0].bool()
             if self.watch:
                 self.watch.see(images, logits)
-        except BaseException:
+            self.state.count(seen=len(images))
+            self.group.tally(self.state.counts, before.counts)
+        except BaseException as error:
             self.state = before
             self.theta.write(before.theta)
+            self.group.tell(error)
             raise
-        self.state.count(seen=len(images))
         self.state.batches += 1
         return logits
+
+    def join(self, group: Group) -> None:
+        """Be one of several ranks from now on."""
+        self.group = group
+        if self.statistics is not None:
+            self.statistics.join(group)
+        if self.fisher is not None:
+            self.fisher = group.sum(self.fisher) / group.size
 
     def _call(self, images: Tensor) -> Any:
         """The model's output; from a copy, where the model overwrites the images it is given."""
@@ -248,7 +268,8 @@ class Engine:
                 f"images are {images.dtype}: give floating-point images, preprocessed as the model "
                 f"expects them (from bytes: images / 255, then mean and std)."
             )
-        if images.ndim < 2 or not images.numel():
+        row, rows = math.prod(images.shape[1:]), images.shape[:1].numel()
+        if images.ndim < 2 or not row or (not rows and self.group is ALONE):
             raise ValueError(
                 f"images of shape {tuple(images.shape)}: give a batch of at least one image."
             )
@@ -269,7 +290,6 @@ class Engine:
         host = self.method.select(seen, self.state.host).among(seen.finite)
         plus = self.plus.select(seen) if self.plus else Selection.none(seen.entropy)
         plus = plus.among(seen.finite)
-        self.state.count(host=host.rows.sum(), plus=plus.rows.sum())
         self.selected = host.rows, plus.rows
         self._learn(first, Terms(seen, host, plus), dense)
         if self.plus and first.perturb:
@@ -286,35 +306,37 @@ class Engine:
         # A wait for the device: which rows to gather.
         *selected, finite = torch.stack((terms.host.rows, terms.plus.rows, seen.finite)).cpu()
         chosen = torch.stack(selected)
-        dense = dense and (self.coupled or bool(finite.all()))  # 0 x NaN is no 0 in a gradient
-        share = chosen.any(0).float().mean().item()
+        rows = self.group.rows(len(finite))
+        host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
+        state.count(host=host, plus=plus)
+        dense = dense and (self.coupled or fine == rows)  # 0 x NaN is no 0 in a gradient
+        share = (torch.tensor(float(either)) / rows).item()
         state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
         last = terms
         if share and self.method.ascent is not None:
-            gradient, last = self._sharp(first, terms, chosen, dense)
+            gradient, last = self._sharp(first, terms, chosen, dense, bool(host), bool(plus))
         elif share:
-            plus = bool(chosen[1].any())
             gradient = (
-                self._gradient(first, terms, plus)
+                self._gradient(first, terms, bool(plus))
                 if dense
-                else self._slope(first, terms, chosen.any(0), plus)
+                else self._slope(first, terms, chosen.any(0), bool(plus))
             )
         else:
             gradient = None
         if gradient is not None:
-            self.update(gradient + self._regulariser(), self.rate(len(terms.batch.images)))
+            self.update(gradient + self._regulariser(), self.rate(rows))
         state.host = self.method.observe(last.batch, last.host, state.host)
         recovered = self._recover()
         if gradient is not None or recovered:
             self.theta.write(state.theta)
 
     def _sharp(
-        self, first: Pass, terms: Terms, chosen: Tensor, dense: bool
+        self, first: Pass, terms: Terms, chosen: Tensor, dense: bool, host: bool, plus: bool
     ) -> tuple[Tensor | None, Terms]:
         """SAM: climb on the host's loss alone, then the gradient of all terms up there."""
         theta, rho = self.state.theta, self.method.ascent
         there = theta
-        if rho is not None and chosen[0].any():
+        if rho is not None and host:
             gradient = (
                 self._gradient(first, terms, plus=False)
                 if dense
@@ -322,33 +344,37 @@ class Engine:
             )
             there = ascend(theta, gradient, rho)
         with self.theta.at(there, back=theta):
-            return self._slope_there(first, terms, chosen.any(0), bool(chosen[1].any()))
+            return self._slope_there(first, terms, chosen.any(0), plus)
 
     def _slope(
         self, first: Pass, terms: Terms, rows: Tensor, plus: bool, tap: bool = True
     ) -> Tensor:
         """Gradient of the terms over some rows of the batch."""
-        here, at = self._again(first, terms, rows, tap)
-        return self._gradient(here, at, plus)
+        with self.group.taking(rows.nonzero()[:, 0]) as index:
+            here, at = self._again(first, terms, index, tap)
+            return self._gradient(here, at, plus)
 
     def _slope_there(
         self, first: Pass, terms: Terms, rows: Tensor, plus: bool
     ) -> tuple[Tensor | None, Terms]:
         """The same where SAM has climbed to: the host selects again, among the rows it had."""
-        second, last = self._again(first, terms, rows)
-        again = self._seen(last.batch.images, second.logits)
-        host = self.method.select(again, self.state.host).among(last.host.rows & again.finite)
-        gradient = None
-        if plus or host.rows.any():
-            gradient = self._gradient(second, replace(last, host=host), plus=plus)
-        return gradient, Terms(again, host, last.plus)
+        with self.group.taking(rows.nonzero()[:, 0]) as index:
+            second, last = self._again(first, terms, index)
+            again = self._seen(last.batch.images, second.logits)
+            host = self.method.select(again, self.state.host).among(last.host.rows & again.finite)
+            gradient = None
+            if plus or any(self.group.numbers(host.rows)):
+                gradient = self._gradient(second, replace(last, host=host), plus=plus)
+            return gradient, Terms(again, host, last.plus)
 
     def _again(
-        self, first: Pass, terms: Terms, rows: Tensor, tap: bool = True
+        self, first: Pass, terms: Terms, index: Tensor, tap: bool = True
     ) -> tuple[Pass, Terms]:
         """A pass with gradient over some rows of the batch."""
-        index = rows.nonzero()[:, 0].to(terms.batch.logits.device)
+        index = index.to(terms.batch.logits.device)
         terms = terms.at(index)
+        if not self.group.real:
+            terms = replace(terms, batch=replace(terms.batch, images=_stand_in(terms.batch.images)))
         with torch.enable_grad():
             if tap and first.perturb:
                 return self._tapped(terms.batch.images, first.perturb.at(index)), terms
@@ -359,31 +385,32 @@ class Engine:
         if self.tap is None or self.plus is None:
             return Pass(self.forward(images))
         rows = len(images)
-        self.state.count(rows_forward=rows)
+        self._passed(rows_forward=rows)
         recording = self.tap.record(images) if torch.is_grad_enabled() else self.tap.feature(images)
         z = recording.z
         if perturb is None:
             axis = channel_axis(z, self.tap.target)
-            perturb = self.plus.perturb(z, axis, self.state.plus, self.generator("plus"))
+            draws = self.generator("plus")
+            perturb = self.plus.perturb(z, axis, self.state.plus, draws, self.group)
         if self.coupled and self.plus.bn_stats == "joint":
-            self.state.count(rows_tail=2 * rows)
+            self._passed(rows_tail=2 * rows)
             both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
             return Pass(both[:rows], lambda: both[rows:], perturb)
 
         def augmented(perturb: Perturb = perturb) -> Tensor:
-            self.state.count(rows_tail=rows)
+            self._passed(rows_tail=rows)
             return logits_of(recording.tail(perturb(z)), rows)
 
         return Pass(logits_of(recording.output, rows), augmented, perturb)
 
     def _gradient(self, here: Pass, terms: Terms, plus: bool) -> Tensor:
         """Gradient of the sum of the terms' weighted means."""
-        self.state.count(rows_backward=len(here.logits))
-        loss = weighted_mean(self.method.loss(here.logits), terms.host)
+        self._passed(rows_backward=len(here.logits))
+        loss = weighted_mean(self.method.loss(here.logits), terms.host, self.group)
         if plus and self.plus and here.augmented:
             rows = self.plus.row_loss(here.augmented(), here.logits, terms.batch)
-            loss = loss + weighted_mean(rows, terms.plus)
-        return self.theta.gradient(loss)
+            loss = loss + weighted_mean(rows, terms.plus, self.group)
+        return self.group.sum(self.theta.gradient(loss))
 
     def _regulariser(self) -> Tensor:
         with torch.enable_grad():
@@ -403,8 +430,18 @@ class Engine:
         return True
 
     def _seen(self, images: Tensor, logits: Tensor) -> Batch:
-        return Batch(images, logits.detach(), self.predict, self._seed("host"))
+        return Batch(images, logits.detach(), self.predict, self._seed("host"), self.group)
+
+    def _passed(self, **rows: int) -> None:
+        """Count rows that the network was run on."""
+        if self.group.real:
+            self.state.count(**rows)
 
     def _seed(self, purpose: str) -> int:
         text = f"{self.state.seed}/{self.state.batches}/{purpose}".encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")
+
+
+def _stand_in(images: Tensor) -> Tensor:
+    """One black image."""
+    return images.new_zeros(1, *images.shape[1:])

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fata.group import ALONE, Alone
 from fata.method import Memory, in_range
 
 if TYPE_CHECKING:
@@ -164,16 +165,16 @@ class Watch:
 
     def see(self, images: Tensor, logits: Tensor) -> None:
         """After a batch was learned from: look, where it is time to."""
-        state = self._engine.state
+        state, group = self._engine.state, self._engine.group
         watched = state.watched
         if watched.resting:
             return
-        rows = len(images)
+        rows = group.rows(len(images))
         interval = min(self.guard.every, max(2, self.guard.every * rows // BRIEF))
         since, alarmed = watched.since, self._alarm.read(state.guard.get("latest"))
         due = since in EARLY or (since and not since % interval)
         due = due or (alarmed and since - watched.last > 1)
-        state.guard = {**state.guard, "latest": _latest(state.guard.get("latest"), logits)}
+        state.guard = {**state.guard, "latest": _latest(state.guard.get("latest"), logits, group)}
         self._alarm.write(state.guard["latest"])
         watched.since += 1
         if due:
@@ -223,7 +224,7 @@ class Watch:
         """The worse of the sign at once and the sign over time."""
         state = self._engine.state
         before = {n.removeprefix(f"{name}."): t for n, t in state.guard.items()}
-        after, signs = compare(before, witness, logits, self.guard.rows)
+        after, signs = compare(before, witness, logits, self.guard.rows, self._engine.group)
         state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
         # A wait for the device, at every look.
         majority, *values = signs.tolist()
@@ -306,7 +307,9 @@ class Alarm:
         return self._copy.item() > ALARM
 
 
-def compare(before: Memory, witness: Tensor, logits: Tensor, rows: int) -> tuple[Memory, Tensor]:
+def compare(
+    before: Memory, witness: Tensor, logits: Tensor, rows: int, group: Alone = ALONE
+) -> tuple[Memory, Tensor]:
     """What two models answer for the same images, added to the averages; what they show.
 
     Returns:
@@ -315,11 +318,11 @@ def compare(before: Memory, witness: Tensor, logits: Tensor, rows: int) -> tuple
     """
     classes = math.log(logits.shape[1])
     now = {
-        "source": _shares(witness),
-        "adapted": _shares(logits),
-        "differ": (logits.argmax(1) != witness.argmax(1)).float().mean(),
+        "source": _shares(witness, group),
+        "adapted": _shares(logits, group),
+        "differ": group.mean((logits.argmax(1) != witness.argmax(1)).float()),
     }
-    count = len(logits)
+    count = group.rows(len(logits))
     brief = _mean(before, "brief", now, count, max(BRIEF, count))
     top = brief["brief.source"].argmax()
     majority = brief["brief.source"][top] > 0.5
@@ -362,15 +365,16 @@ def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Me
     return {**means, f"{window}.rows": known}
 
 
-def _latest(before: Tensor | None, logits: Tensor) -> Tensor:
+def _latest(before: Tensor | None, logits: Tensor, group: Alone) -> Tensor:
     """Shares of the classes among the latest answers."""
-    now = _shares(logits)
+    now = _shares(logits, group)
     before = torch.zeros_like(now) if before is None else before
-    return torch.lerp(before, now, min(1.0, len(logits) / BRIEF))
+    return torch.lerp(before, now, min(1.0, group.rows(len(logits)) / BRIEF))
 
 
-def _shares(logits: Tensor) -> Tensor:
+def _shares(logits: Tensor, group: Alone) -> Tensor:
     """How large a share of the rows each class has."""
     counts = torch.zeros(logits.shape[1], device=logits.device)
     answers = logits.argmax(1)
-    return counts.index_add_(0, answers, torch.ones_like(answers, dtype=counts.dtype)) / len(logits)
+    counts.index_add_(0, answers, torch.ones_like(answers, dtype=counts.dtype))
+    return group.sum(counts) / group.rows(len(logits))

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fata.group import ALONE, Alone
 from fata.selection import Selection
 
 
@@ -26,12 +27,13 @@ def marginal_entropy(logits: Tensor) -> Tensor:
     return -(log_mean.exp() * log_mean).sum()
 
 
-def weighted_mean(values: Tensor, selection: Selection) -> Tensor:
+def weighted_mean(values: Tensor, selection: Selection, group: Alone = ALONE) -> Tensor:
     """Mean of weight x value over the selected rows; 0 where none is selected.
 
+    In a group it is this rank's part of it: the sum of all parts is the mean.
     It divides by the number of selected rows, never by the batch. Rows that are not selected are
     cut off before the product, so that one that is not finite does not reach the sum.
     """
     rows = selection.rows
     weighted = torch.where(rows, selection.weights, 0) * torch.where(rows, values, 0)
-    return weighted.sum() / rows.sum().clamp(min=1)
+    return weighted.sum() / group.sum(rows.sum()).clamp(min=1)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from fata.group import ALONE, Alone
 from fata.losses import entropy
 from fata.selection import Selection
 
@@ -28,6 +29,7 @@ class Batch:
     logits: Tensor  # (B, C), full precision, no graph
     look: Callable[[Tensor], Tensor]  # logits of other images, same weights, no gradient
     seed: int  # for this method's draws on this batch
+    group: Alone = ALONE  # who has the batch's other rows
 
     @property
     def classes(self) -> int:
@@ -47,7 +49,8 @@ class Batch:
     @cached_property
     def finite(self) -> Tensor:
         """Rows whose logits are all finite, or -inf for a class that is left out."""
-        return self.entropy.isfinite()
+        finite = self.entropy.isfinite()
+        return finite if self.group.real else torch.zeros_like(finite)
 
     @cached_property
     def pseudo_label(self) -> Tensor:

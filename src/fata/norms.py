@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
+from fata.group import Group
+
 # Layers of other libraries that normalise without being a subclass of torch's own.
 _BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)
 
@@ -61,6 +63,19 @@ class BatchStatistics:
                     layer.register_forward_pre_hook(self._choose, with_kwargs=True)
                 )
 
+    def join(self, group: Group) -> None:
+        """From now on a batch is what all ranks of a group have of it."""
+        for handle in self._handles:
+            handle.remove()
+
+        def share(layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+            return self._normalised(group, layer, args, kwargs)
+
+        self._handles = []
+        for layer, _, _ in self._layers:
+            self._handles.append(layer.register_forward_pre_hook(share, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
+
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """The running statistics inside the context."""
@@ -81,6 +96,28 @@ class BatchStatistics:
         x = _input(args, kwargs)
         values = x.numel() // x.shape[1]
         layer.training = (self.active and values > 1) or layer.running_mean is None
+
+    def _normalised(self, group: Group, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+        """The layer's input, normalised over all ranks; the layer itself then only scales it."""
+        mean, var = layer.running_mean, layer.running_var
+        layer.training = mean is None and not self.active
+        if not self.active:
+            return None
+        x = _input(args, kwargs)
+        axes = [axis for axis in range(x.ndim) if axis != 1]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        batch_var, batch_mean, values = group.moments(wide, axes)
+        if mean is not None and var is not None:
+            batch_mean = torch.where(values > 1, batch_mean, mean)
+            batch_var = torch.where(values > 1, batch_var, var)
+        layer._fata_running = (mean, var)  # type: ignore[assignment]
+        like = batch_mean.detach() if mean is None else mean
+        layer.running_mean = torch.zeros_like(like)
+        layer.running_var = torch.full_like(like, 1 - layer.eps)
+        shape = [1, -1] + [1] * (x.ndim - 2)
+        scale = (batch_var + layer.eps).rsqrt().view(shape)
+        normal = ((wide - batch_mean.view(shape)) * scale).to(x.dtype)
+        return ((normal, *args[1:]), kwargs) if args else ((normal,), {})
 
     def _mix(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
         mean, var = layer.running_mean, layer.running_var

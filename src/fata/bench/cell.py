@@ -12,6 +12,7 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 import fata
 from fata.adapter import Adapter, adapt
@@ -87,13 +88,15 @@ class Cell:
             **self.options,
         )
 
-    def adapter(self, loaded: Loaded, fisher: FisherData | None) -> Adapter:
-        """The model, ready to adapt."""
+    def adapter(
+        self, loaded: Loaded, fisher: FisherData | None, group: ProcessGroup | None = None
+    ) -> Adapter:
+        """The model, ready to adapt; by a `group`, whose ranks have a share of every batch."""
         settings = self.settings(loaded)
         if fisher is not None and self.wants_fisher(loaded):
             settings["fisher_data"] = fisher
         settings |= {"seed": self.seed, "speed": self.speed, "guard": self.guard}
-        return adapt(loaded.model, self.method, **settings)
+        return adapt(loaded.model, self.method, group=group, **settings)
 
     def wants_fisher(self, loaded: Loaded) -> bool:
         """Whether the method has a penalty that needs clean images."""

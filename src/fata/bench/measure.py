@@ -40,21 +40,25 @@ def measure(
     domains: list[str] = []  # of each row
     clock = Clock(device)
     right = torch.zeros((), dtype=torch.int64, device=device)
+    group, index = adapter.group, [torch.empty(0, dtype=torch.int64)]  # rows that are had here
     seen, told = 0, time.perf_counter()
     for batch in batches:
-        images = loaded.preprocess.normalise(batch.images)
+        part = group.share(len(batch.images))
+        images = loaded.preprocess.normalise(batch.images[part])
         clock.start()
         logits = adapter(images)
         clock.stop()
-        parts.append(_columns(logits, batch.labels, adapter.selected))
+        parts.append(_columns(logits, batch.labels[part], adapter.selected))
         right += parts[-1][0].eq(parts[-1][1]).sum()
         damaged += batch.damaged
         domains += map(str, batch.domains)
-        seen += len(images)
+        index.append(seen + torch.arange(len(batch.images))[part])
+        seen += len(batch.images)
         if time.perf_counter() - told > 0.5:  # a figure waits for the device
             told = time.perf_counter()
-            tick(seen, right.item() / seen)
-    rows = Rows(*(torch.cat(column).cpu() for column in zip(*parts, strict=True)))
+            tick(seen, right.item() / sum(map(len, index)))
+    columns = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
+    rows = Rows(*(group.whole(column, torch.cat(index), seen) for column in columns))
     counts = adapter.counts
     times = clock.read()
     return {

@@ -95,6 +95,8 @@ def run(
             result = workshop.run(task.cell, partial(watcher.tick, task), then)
         except Exception as error:
             watcher.failed(task, told(error))
+            if workshop.group is not None:
+                return  # the ranks may no longer be at the same place
             continue
         store.put(task.key, task.protocol, here, result)
         watcher.done(task, result)

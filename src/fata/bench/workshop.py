@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fata import zoo
 from fata.bench.cell import FISHER_IMAGES, Cell
@@ -35,6 +36,8 @@ class Workshop:
         workers: processes that decode pictures; None: a few.
         skip_damaged: leave damaged pictures out, and count them.
         share: of the device's free memory, for pictures that several cells meet.
+        group: ranks that have a share of every batch each; every one has a workshop and runs the
+            same cells.
     """
 
     device: str = "cpu"
@@ -43,6 +46,7 @@ class Workshop:
     workers: int | None = None
     skip_damaged: bool = False
     share: float = 0.25
+    group: ProcessGroup | None = None
     _models: dict[str, Loaded] = field(default_factory=dict, init=False, repr=False)
     _data: dict[tuple[Any, ...], Dataset] = field(default_factory=dict, init=False, repr=False)
     _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(
@@ -108,7 +112,7 @@ class Workshop:
         device = torch.device(self.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # EATA without Fisher is in the protocol
-            adapter = cell.adapter(loaded, self._information(cell))
+            adapter = cell.adapter(loaded, self._information(cell), self.group)
         try:
             batches = serve.batches(stream, decoded, device, self.skip_damaged)
             return measure(adapter, loaded, stream, batches, device, tick)

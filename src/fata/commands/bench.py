@@ -125,6 +125,7 @@ def bench(
     Each cell is kept in the store as soon as it is done. The same command again runs what is
     missing: after Ctrl-C, a crash, or with more methods or seeds.
     """
+    from fata.bench import ranks
     from fata.bench.cell import key
     from fata.bench.grid import GridError
     from fata.bench.run import missing
@@ -153,10 +154,18 @@ def bench(
     }
     given = {name: value for name, value in flags.items() if value is not None}
     with _place(on, address, gpus_per_cell, device, jobs, dry_run) as (own_device, runner):
+        group, own_device = ranks.join(own_device)
+        if group is not None and (on or jobs > 1 or dry_run):
+            raise typer.BadParameter("--on, --jobs and --dry-run are not for use under torchrun.")
         try:
             grid = _grid(config, given)
-            workshop = Workshop(own_device, grid.jpeg, grid.fisher, workers, skip_damaged)
+            parts = (grid.jpeg, grid.fisher, workers, skip_damaged)
+            workshop = Workshop(own_device, *parts, group=group)
+            if ranks.follows(group):
+                ranks.follow(workshop)
+                return
             cells = list(grid.cells(open_data))
+            ranks.check(group, cells)
             results = Store(store)
             tasks = missing(cells, results, workshop, again)
         except (GridError, DataError, ZooError, StoreError) as error:
@@ -166,6 +175,7 @@ def bench(
         if dry_run:
             preview(tasks, results, workshop, jobs)
             return
+        ranks.lead(group, tasks)
         watcher = carry_out(tasks, results, workshop, runner)
     wanted = {key(workshop.protocol(cell)) for cell in cells}
     for table in comparisons(record for record in results if record.key in wanted):

@@ -65,10 +65,10 @@ class Deyo(Method):
     def _plpd(self, batch: Batch, rows: Tensor) -> Tensor:
         """Pseudo-label probability difference of some rows; -inf elsewhere."""
         plpd = torch.full_like(batch.entropy, -torch.inf)
-        if len(rows):
-            shuffled = shuffle_patches(
-                batch.images[rows], self._order(len(rows), batch), self.patches
-            )
+        count, here = batch.group.place(len(rows))
+        if count:
+            order = self._order(count, batch)[here]
+            shuffled = shuffle_patches(batch.images[rows], order, self.patches)
             label = batch.pseudo_label[rows, None]
             before = batch.probs[rows].gather(1, label)
             after = batch.look(shuffled).softmax(1).gather(1, label)

@@ -60,8 +60,9 @@ class Eata(Method):
 
     def observe(self, batch: Batch, selection: Selection, memory: Memory) -> Memory:
         """Move the mean prediction towards that of the selected rows; stay where there are none."""
-        count = selection.rows.sum()
-        mean = torch.where(selection.rows[:, None], batch.probs, 0).sum(0) / count.clamp(min=1)
+        count = batch.group.sum(selection.rows.sum())
+        total = batch.group.sum(torch.where(selection.rows[:, None], batch.probs, 0).sum(0))
+        mean = total / count.clamp(min=1)
         if memory:
             old, begun = memory["mean_probs"], memory["begun"]
             moved = torch.where(begun, 0.9 * old + 0.1 * mean, mean)

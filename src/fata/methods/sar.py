@@ -52,10 +52,11 @@ class Sar(Method):
 
     def observe(self, batch: Batch, selection: Selection, memory: Memory) -> Memory:
         """Average the entropy of the second pass; stay where it selected none."""
-        now = weighted_mean(batch.entropy, selection)
+        group = batch.group
+        now = group.sum(weighted_mean(batch.entropy, selection, group))
         old = memory.get("entropy", torch.full_like(now, torch.inf))
         moved = torch.where(old.isinf(), now, 0.9 * old + 0.1 * now)
-        return {"entropy": torch.where(selection.rows.any(), moved, old)}
+        return {"entropy": torch.where(group.sum(selection.rows.sum()) > 0, moved, old)}
 
     def recover(self, memory: Memory) -> Tensor | None:
         """Whether the average entropy is lower than any healthy model's."""

@@ -157,7 +157,7 @@ class Plain:
         return [(weights * losses).mean()]
 
     def _augment(self, layer: nn.Module, given: Any, z: Tensor) -> Tensor:
-        """z of all rows, and behind it z'; noise and delta are those of the batch's first pass."""
+        """All rows of z, then of z'; noise and delta are those of the batch's first pass."""
         if not self.augmenting:
             return z
         mu = z.mean((2, 3) if z.ndim == 4 else 1, keepdim=True)
@@ -165,9 +165,7 @@ class Plain:
             self.noise = self._draw(mu)
             spread = mu.detach().flatten(1).std(0)
             now = spread / spread.max().clamp(min=1e-12)
-            self.delta = (
-                now if self.delta is None else torch.lerp(now, self.delta, self.plus.ema)
-            )
+            self.delta = now if self.delta is None else torch.lerp(now, self.delta, self.plus.ema)
         alpha, beta = self.noise
         delta = self.delta.view(mu.shape[1:])
         return torch.cat((z, alpha * z + delta * (beta - alpha) * mu))

@@ -56,10 +56,15 @@ def embedded(model: str, spec: str) -> Share:
 def build(name: str, classes: int | None = None) -> tuple[nn.Module, int]:
     """A network with random weights, and the side of its images."""
     if name in fata.tiny.NAMES:
-        return fata.tiny.build(name, classes or 10), 16
-    arch = architecture(name)
-    own, side = (10, 32) if isinstance(arch, Mini) else (1000, arch.preprocess.size)
-    return arch.build(classes or own), side
+        model, side = fata.tiny.build(name, classes or 10), 16
+    else:
+        arch = architecture(name)
+        own, side = (10, 32) if isinstance(arch, Mini) else (1000, arch.preprocess.size)
+        model = arch.build(classes or own)
+    for parameter in model.parameters():
+        if not parameter.any() and parameter.ndim > 2:  # places of patches: DeYO shuffles them
+            nn.init.normal_(parameter)
+    return model, side
 
 
 def spread(model: nn.Module, images: Tensor) -> nn.Module:

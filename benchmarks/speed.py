@@ -164,7 +164,15 @@ def table(lines: list[Line]) -> str:
 
 def guard_table(lines: list[Line]) -> str:
     """What the guard costs, as a table of Markdown."""
-    head = ["network", "method", "speed", "without", "with the guard", "with / without", "looked at"]
+    head = [
+        "network",
+        "method",
+        "speed",
+        "without",
+        "with the guard",
+        "with / without",
+        "looked at",
+    ]
     rows = [
         [
             *(line[name] for name in ("model", "method", "speed")),
@@ -185,7 +193,7 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     """What a figure depends on."""
     name = torch.cuda.get_device_name() if args.device.startswith("cuda") else platform.machine()
-    given = {key: value for key, value in vars(args).items() if key != "json"}
+    given = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
     return {**given, "on": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 
 

@@ -1,29 +1,34 @@
-"""The benchmark's straightforward way moves the parameters as the engine does."""
+"""The benchmark's straightforward way moves the parameters as the engine does.
+
+In double precision: these networks are small and untrained, and rounding grows fast in them.
+"""
 
 import pytest
 import torch
+from benchmarks import share
+from benchmarks.plain import Plain
 
 import fata
-from benchmarks.plain import Plain
 from fata.methods import HOSTS
 
 SPECS = tuple(host + plus for host in HOSTS for plus in ("", "+fata"))
 # Where the two mean different things: with BatchNorm, FATA's rows up there have another company.
 CASES = [
-    (net, spec) for net in fata.tiny.NAMES for spec in SPECS if (net, spec) != ("resnet_bn", "sar+fata")
+    (net, spec)
+    for net in fata.tiny.NAMES
+    for spec in SPECS
+    if (net, spec) != ("resnet_bn", "sar+fata")
 ]
 
 
 def build(net):
     torch.manual_seed(0)
-    model = fata.tiny.build(net)
-    (model.head if net == "vit_ln" else model.fc).weight.data *= 30  # sure of some, not of others
-    return model
+    return share.spread(share.build(net)[0].double(), torch.cat(batches()))
 
 
 def batches():
     draw = torch.Generator().manual_seed(1)
-    return [torch.rand(16, 3, 16, 16, generator=draw) for _ in range(4)]
+    return [torch.randn(16, 3, 16, 16, generator=draw).double() for _ in range(4)]
 
 
 def fields_of(net, spec):
@@ -36,11 +41,11 @@ def fields_of(net, spec):
 
     def noise(rows, channels):
         draw = torch.Generator().manual_seed(rows * channels)
-        return tuple(1 + torch.randn(2, rows, channels, generator=draw))
+        return tuple(1 + torch.randn(2, rows, channels, generator=draw).double())
 
     fields = {
         "eata": {"redundancy": 0.6, "fisher_alpha": 0.0},
-        "deyo": {"shuffle": drawn, "plpd_threshold": 0.05},
+        "deyo": {"shuffle": drawn, "plpd_threshold": 0.1},
         "sar": {"recovery": 0.0},
     }.get(host, {})
     if "+" in spec:
@@ -51,25 +56,25 @@ def fields_of(net, spec):
 @pytest.mark.parametrize(("net", "spec"), CASES)
 def test_the_same_updates(net, spec):
     fields = fields_of(net, spec)
-    plain = Plain(build(net), spec, lr=0.01, **fields)
-    ours = fata.adapt(build(net), spec, lr=0.01, guard=None, **fields)
+    plain = Plain(build(net), spec, lr=0.003, **fields)
+    ours = fata.adapt(build(net), spec, lr=0.003, guard=None, **fields)
     for images in batches():
-        torch.testing.assert_close(plain(images), ours(images), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(plain(images), ours(images), rtol=1e-6, atol=1e-7)
     seen, some = ours.counts["seen"], ours.counts["selected"].values()
-    assert ours.counts["stepped"] == len(batches())
+    assert ours.counts["stepped"] > 1
     if "tent" not in spec:
         assert all(0 < selected < seen for selected in some)  # else no filter was tried
     source, moved = build(net).state_dict(), plain.model.state_dict()
     for name in ours.adapted:
         step = ours.model.state_dict()[name] - source[name]
-        torch.testing.assert_close(moved[name] - source[name], step, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(moved[name] - source[name], step, rtol=1e-6, atol=1e-7)
     assert any((moved[name] - source[name]).abs().max() > 1e-3 for name in ours.adapted)
 
 
 def test_a_recovery_too():
     fields = {"recovery": 10.0}
-    plain = Plain(build("resnet_gn"), "sar", lr=0.01, **fields)
-    ours = fata.adapt(build("resnet_gn"), "sar", lr=0.01, guard=None, **fields)
+    plain = Plain(build("resnet_gn"), "sar", lr=0.003, **fields)
+    ours = fata.adapt(build("resnet_gn"), "sar", lr=0.003, guard=None, **fields)
     for images in batches():
         plain(images), ours(images)
     assert ours.counts["recovered"] == len(batches())

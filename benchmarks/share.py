@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,8 @@ from benchmarks.archive import kept
 from fata.losses import entropy
 from fata.norms import batch_norms
 from fata.selection import shuffle_patches
-from fata.zoo.sources import Mini, architecture
+from fata.zoo import mini
+from fata.zoo.sources import architecture
 
 PATCHES = 4
 
@@ -57,12 +59,16 @@ def build(name: str, classes: int | None = None) -> tuple[nn.Module, int]:
     """A network with random weights, and the side of its images."""
     if name in fata.tiny.NAMES:
         model, side = fata.tiny.build(name, classes or 10), 16
+    elif name in mini.NAMES:
+        model, side = mini.build(name, classes or 10), 32
+    elif timm.is_model(name):
+        model = timm.create_model(name, num_classes=classes or 1000)
+        side = model.default_cfg["input_size"][-1]
     else:
         arch = architecture(name)
-        own, side = (10, 32) if isinstance(arch, Mini) else (1000, arch.preprocess.size)
-        model = arch.build(classes or own)
+        model, side = arch.build(classes or 1000), arch.preprocess.size
     for parameter in model.parameters():
-        if not parameter.any() and parameter.ndim > 2:  # places of patches: DeYO shuffles them
+        if parameter.ndim > 1 and not parameter.any():  # places of patches, heads
             nn.init.normal_(parameter)
     return model, side
 

@@ -71,7 +71,7 @@ class Cost:
         tail: T, a pass over the tail behind FATA's layer; 0 without FATA.
         paper: what the paper counts, an image.
         ours: what the engine spends, an image, at some share of selected rows.
-        state: bytes of what is remembered after a batch.
+        state: bytes of what is remembered after a batch; what a guard remembers comes on top.
     """
 
     spec: str
@@ -95,7 +95,7 @@ def cost(model: nn.Module, spec: str, images: Tensor, share: float) -> Cost:
     fields: dict[str, Any] = {"views": 1} if hasattr(method, "views") else {}  # the state is alike
     if method.wants_fisher:
         fields["fisher_alpha"] = 0.0
-    adapter = adapt(model, spec, **fields)
+    adapter = adapt(model, spec, guard=None, **fields)
     try:
         whole, tail = passes(adapter, images[:1])
         ours = effective(rows(spec, share, bool(batch_norms(model))), whole, tail)

@@ -216,20 +216,25 @@ def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, four, connected):
         *("--methods", ",".join(GRID.methods), "--domains", ",".join(GRID.domains)),
         *("--images", str(GRID.images), "--batch-size", str(GRID.batch_size)),
     ]
-    on_cluster = ["--on", "ray", "--address", connected.address, "--device", "cpu"]
-    running = subprocess.Popen([*command, *on_cluster], stdout=subprocess.PIPE, text=True)
+    longer = ["--seeds", "6", "--on", "ray", "--address", connected.address, "--device", "cpu"]
+    running = subprocess.Popen(
+        [*command, *longer],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
     for line in running.stdout:
         if line.startswith("1/"):
             running.send_signal(signal.SIGINT)
             break
-    rest, _ = running.communicate(timeout=60)
+    rest, _ = running.communicate(timeout=300)
     assert running.returncode == 130
     assert "the same command goes on from there" in " ".join(rest.split())
     kept = {record.key: record.finished for record in Store(path)}
-    assert 1 <= len(kept) < 4
+    assert 1 <= len(kept) < 24
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     store = Store(path)
-    assert lasting(store) == four
+    assert lasting(store).items() >= four.items()
     assert {record.key: record.finished for record in store}.items() >= kept.items()
 
 

@@ -78,6 +78,8 @@ def spread(model: nn.Module, images: Tensor) -> nn.Module:
 
     BatchNorm's running statistics become those of the images: the guard finds nothing to mend.
     """
+    if len(images) == 1:  # has no other answers to differ from
+        images = torch.cat((images, torch.randn_like(images.expand(7, *images.shape[1:]))))
     norms = batch_norms(model)
     momenta = [norm.momentum for norm in norms]
     head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]

@@ -39,6 +39,19 @@ def test_as_many_rows_as_were_asked_for(net, spec):
         assert rows in ({}, {"fata": 24})
 
 
+@pytest.mark.parametrize("net", fata.tiny.NAMES)
+def test_a_single_image_is_learned_from(net):
+    torch.manual_seed(0)
+    model, side = share.build(net)
+    image = torch.randn(1, 3, side, side)
+    share.spread(model, image)
+    fields = share.settings(model, "eata+fata", image, Share.of_all(0.4))
+    adapter = fata.adapt(model, "eata+fata", **fields)
+    assert adapter(image).isfinite().all()
+    assert adapter.counts["selected"] == {"eata": 1, "fata": 1}
+    assert adapter.counts["stepped"] == 1
+
+
 def test_the_embedded_benchmarks_own_shares():
     found = share.embedded("mini_resnet_gn", "deyo+fata")
     assert 0 < found.host < found.plus == pytest.approx(found.reliable, abs=0.01)

@@ -222,6 +222,7 @@ def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, four, connected):
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job in the background
     )
     for line in running.stdout:
         if line.startswith("1/"):

@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARM = 3  # calls before the clock starts: the tap finds its way, programs are recorded
+from fata.program import OFTEN
+
+WARM = 3  # calls before the clock starts: the tap finds its way, programs are recorded;
+WARM_GPU = OFTEN + 2  # and compiled
 
 Call = Callable[[Tensor], Any]
 
@@ -37,7 +40,10 @@ def race(
     for name, make in ways.items():
         before = allocated() if images.is_cuda else None
         runners[name] = runner = Runner(make())
-        for _ in range(WARM):
+        for _ in range(WARM_GPU if images.is_cuda else WARM):
+            runner.call(images)
+        if images.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
             runner.call(images)
         if before is not None:
             runner.peak = torch.cuda.max_memory_allocated() - before

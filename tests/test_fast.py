@@ -1,12 +1,13 @@
 """The fast way gives what the exact one gives."""
 
+import functools
 import warnings
 
 import pytest
 import torch
 
 import fata
-from fata import fast, tiny
+from fata import fast, program, tiny
 from fata.methods import SPECS
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
@@ -38,6 +39,11 @@ def quiet():
 def full_precision(monkeypatch):
     """Programs as they are recorded, but not in bfloat16, in which a row may miss a threshold."""
     monkeypatch.setattr(fast, "_halves", lambda *_: ())
+
+
+def forget_but_stay_large(engine, forget=fast.FastEngine._forget):
+    forget(engine)
+    engine._large = True
 
 
 def batches(device):
@@ -94,6 +100,51 @@ def test_nothing_selected_moves_nothing(net):
     assert adapter.counts["stepped"] == 0
     fresh = build(net).state_dict()
     assert all(torch.equal(v, fresh[k]) for k, v in adapter.model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("net", "spec"),
+    [("resnet_gn", "sar+fata"), ("vit_ln", "eata+fata"), ("resnet_bn", "deyo+fata")],
+)
+def test_compiled_programs_give_the_same(net, spec, monkeypatch):
+    """Traced through the model, the loss and the way back; the compiler's last part left out."""
+    fields = {"threshold": 0.97, "fata_threshold": 0.95}
+    expected = run(net, spec, "fast", "cpu", **fields)
+    whole = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(program.torch, "compile", whole)
+    monkeypatch.setattr(program, "OFTEN", 2)
+    compiled = []
+    plain = program.compiled
+    monkeypatch.setattr(program, "compiled", lambda *a: compiled.append(a) or plain(*a))
+    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
+    same(expected, run(net, spec, "fast", "cpu", **fields), "cpu")
+    assert len(compiled) >= 2
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", ["tent+fata", "eata+fata"])
+def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device, monkeypatch):
+    adapter, _ = run(net, spec, "fast", device, threshold=0.97, fata_threshold=0.95)
+    images, waits = batches(device)[0], []
+    counted = fast.FastEngine._counted
+
+    def waiting(engine):
+        torch.cuda.set_sync_debug_mode("default")
+        waits.append(1)
+        try:
+            return counted(engine)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    monkeypatch.setattr(fast.FastEngine, "_counted", waiting)
+    with torch.inference_mode(False), torch.enable_grad():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            adapter._engine.step(images)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert len(waits) == (0 if net == "resnet_bn" else 1)
 
 
 def test_joint_statistics():

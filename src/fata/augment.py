@@ -16,7 +16,7 @@ with gradient to both) and ``"simple_ce"`` (cross entropy to the soft prediction
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -58,7 +58,7 @@ class Fata:
     scale: float = 0.4
     loss: str = "fata"
     bn_stats: str = "separate"
-    noise: Callable[[int, int], tuple[Tensor, Tensor]] | None = None
+    noise: Callable[[int, int], Sequence[Tensor]] | None = None
     weight: float = 1.0
 
     name = "fata"
@@ -93,23 +93,27 @@ class Fata:
             return entropy(augmented)
         return (augmented - clean).square().mean(1)
 
+    def draw(
+        self, rows: int, channels: int, generator: torch.Generator | None, device: torch.device
+    ) -> Sequence[Tensor]:
+        """What a batch is perturbed by, alpha and beta."""
+        if self.noise is not None:
+            return self.noise(rows, channels)
+        draws = torch.randn(2, rows, channels, generator=generator, device=device)
+        return [*(1 + self.sigma * draws)]
+
     def perturb(
         self,
         z: Tensor,
         axis: int,
         memory: Memory,
-        generator: torch.Generator,
+        generator: torch.Generator | None,
         group: Alone = ALONE,
     ) -> Perturb:
         """The perturbation of one batch, from its clean feature z; asked once a batch."""
         mu = channel_mean(z.detach(), axis)
-        channels = mu.shape[1]
         rows, here = group.place(len(mu))  # drawn for all ranks
-        if self.noise is not None:
-            alpha, beta = (draw.to(mu) for draw in self.noise(rows, channels))
-        else:
-            draws = torch.randn(2, rows, channels, generator=generator, device=z.device)
-            alpha, beta = 1 + self.sigma * draws
+        alpha, beta = (draw.to(mu) for draw in self.draw(rows, mu.shape[1], generator, mu.device))
         single = rows == 1
         delta = torch.full_like(mu[0], 0.5) if single else self.delta(mu, memory, group)
         return Perturb(alpha[here], beta[here], delta, axis, single)

@@ -39,7 +39,7 @@ from fata.outputs import logits_of
 from fata.parameters import Theta
 from fata.selection import Selection
 from fata.tap import Tap
-from fata.updates import ascend, sgd
+from fata.updates import ascend, either, sgd
 
 # From this share of selected rows on, one pass with gradient over all rows costs less than a
 # gradient-free one over all and a second over the selected (`python -m benchmarks.passes`).
@@ -87,6 +87,10 @@ class Terms:
     def at(self, index: Tensor) -> Terms:
         """The same, of the rows `index` only."""
         return Terms(self.batch.at(index), self.host.at(index), self.plus.at(index))
+
+    def among(self, rows: Tensor) -> Terms:
+        """What is selected here and also true in `rows`."""
+        return Terms(self.batch, self.host.among(rows), self.plus.among(rows))
 
 
 class Engine:
@@ -238,12 +242,10 @@ class Engine:
 
     def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:
         """Descend. A gradient that is not finite moves nothing."""
-        state = self.state
-        fine = gradient.isfinite().all()
+        state, fine = self.state, gradient.isfinite().all()
         lr *= state.watched.scale
-        theta, velocity = sgd(state.theta, state.velocity, gradient, lr, nesterov)
-        state.theta = torch.where(fine, theta, state.theta)
-        state.velocity = torch.where(fine, velocity, state.velocity)
+        after = sgd(state.theta, state.velocity, gradient, lr, nesterov)
+        state.theta, state.velocity = either(fine, after, (state.theta, state.velocity))
         state.count(stepped=fine.long(), dropped=(~fine).long())
 
     def move(self) -> None:
@@ -285,16 +287,26 @@ class Engine:
     def _step(self, images: Tensor) -> Tensor:
         dense = self._dense()
         with torch.set_grad_enabled(dense):
-            first = self._tapped(images)
-        seen = self._seen(images, first.logits)
-        host = self.method.select(seen, self.state.host).among(seen.finite)
-        plus = self.plus.select(seen) if self.plus else Selection.none(seen.entropy)
-        plus = plus.among(seen.finite)
-        self.selected = host.rows, plus.rows
-        self._learn(first, Terms(seen, host, plus), dense)
+            first = self._tapped(images, self._drawn)
+        terms = self._terms(self._seen(images, first.logits), self.state.host)
+        self.selected = terms.host.rows, terms.plus.rows
+        self._learn(first, terms, dense)
         if self.plus and first.perturb:
             self.state.plus = self.plus.observe(first.perturb, self.state.plus)
-        return seen.logits
+        return terms.batch.logits
+
+    def _terms(self, seen: Batch, memory: Memory) -> Terms:
+        """What each term selects."""
+        host = self.method.select(seen, memory)
+        plus = self.plus.select(seen) if self.plus else Selection.none(seen.entropy)
+        return Terms(seen, host, plus).among(seen.finite)
+
+    def _drawn(self, z: Tensor) -> Perturb:
+        """This batch's perturbation."""
+        assert self.tap is not None
+        assert self.plus is not None
+        axis, draws = channel_axis(z, self.tap.target), self.generator("plus")
+        return self.plus.perturb(z, axis, self.state.plus, draws, self.group)
 
     def _dense(self) -> bool:
         """Whether one pass with gradient over all rows is to serve both."""
@@ -308,10 +320,8 @@ class Engine:
         chosen = torch.stack(selected)
         rows = self.group.rows(len(finite))
         host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
-        state.count(host=host, plus=plus)
+        share = self._noted(host, plus, either, rows)
         dense = dense and (self.coupled or fine == rows)  # 0 x NaN is no 0 in a gradient
-        share = (torch.tensor(float(either)) / rows).item()
-        state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
         last = terms
         if share and self.method.ascent is not None:
             gradient, last = self._sharp(first, terms, chosen, dense, bool(host), bool(plus))
@@ -324,11 +334,19 @@ class Engine:
         else:
             gradient = None
         if gradient is not None:
-            self.update(gradient + self._regulariser(), self.rate(rows))
+            self.update(gradient + self._regulariser(state.theta), self.rate(rows))
         state.host = self.method.observe(last.batch, last.host, state.host)
         recovered = self._recover()
         if gradient is not None or recovered:
             self.theta.write(state.theta)
+
+    def _noted(self, host: int, plus: int, either: int, rows: int) -> float:
+        """Count the selected rows; the share of them."""
+        state = self.state
+        state.count(host=host, plus=plus)
+        share = (torch.tensor(float(either)) / rows).item()
+        state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
+        return share
 
     def _sharp(
         self, first: Pass, terms: Terms, chosen: Tensor, dense: bool, host: bool, plus: bool
@@ -377,27 +395,25 @@ class Engine:
             terms = replace(terms, batch=replace(terms.batch, images=_stand_in(terms.batch.images)))
         with torch.enable_grad():
             if tap and first.perturb:
-                return self._tapped(terms.batch.images, first.perturb.at(index)), terms
+                perturb = first.perturb.at(index)
+                return self._tapped(terms.batch.images, lambda _: perturb), terms
             return Pass(self.forward(terms.batch.images)), terms
 
-    def _tapped(self, images: Tensor, perturb: Perturb | None = None) -> Pass:
-        """A pass that also knows z and, where gradients flow, the tail behind it."""
+    def _tapped(self, images: Tensor, perturbation: Callable[[Tensor], Perturb]) -> Pass:
+        """A pass that also knows z's perturbation and, where gradients flow, the tail behind it."""
         if self.tap is None or self.plus is None:
             return Pass(self.forward(images))
         rows = len(images)
         self._passed(rows_forward=rows)
         recording = self.tap.record(images) if torch.is_grad_enabled() else self.tap.feature(images)
         z = recording.z
-        if perturb is None:
-            axis = channel_axis(z, self.tap.target)
-            draws = self.generator("plus")
-            perturb = self.plus.perturb(z, axis, self.state.plus, draws, self.group)
+        perturb = perturbation(z)
         if self.coupled and self.plus.bn_stats == "joint":
             self._passed(rows_tail=2 * rows)
             both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
             return Pass(both[:rows], lambda: both[rows:], perturb)
 
-        def augmented(perturb: Perturb = perturb) -> Tensor:
+        def augmented() -> Tensor:
             self._passed(rows_tail=rows)
             return logits_of(recording.tail(perturb(z)), rows)
 
@@ -412,9 +428,9 @@ class Engine:
             loss = loss + weighted_mean(rows, terms.plus, self.group)
         return self.group.sum(self.theta.gradient(loss))
 
-    def _regulariser(self) -> Tensor:
+    def _regulariser(self, theta: Tensor) -> Tensor:
         with torch.enable_grad():
-            theta = self.state.theta.detach().requires_grad_()
+            theta = theta.detach().requires_grad_()
             penalty = self.method.regulariser(theta, self.source, self.fisher)
             if penalty is None:
                 return theta.new_zeros(())

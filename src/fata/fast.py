@@ -1,91 +1,98 @@
-"""The fast way of one batch: the engine's passes as recorded programs, in bfloat16.
+"""The fast way of one batch: a few programs, recorded and compiled, in bfloat16.
 
-    predict    a gradient-free program over all rows
-    learn      a program over the selected rows, padded to a few fixed numbers of rows; padding
-               weighs nothing. BatchNorm rows share statistics and are never padded.
+    see        a gradient-free pass over all rows, and what each term selects; a method that looks
+               at other images to select does so behind it
+    climb      SAM's: gradient of the host's rows, and up
+    descend    a pass with gradient over the selected rows, update, observe
+    whole      all of it (up: as far as the climb), where most rows are selected or where rows share
+               BatchNorm's statistics
 
-On a GPU a program is recorded as a CUDA graph when it is wanted for the second time with the same
-number of rows, and replayed from then on: one launch instead of some thousand. Weights that do not
-adapt are held in bfloat16; what adapts, losses and sums stay in float32. On the CPU programs run as
-they are, in the model's own precision.
+Rows are padded to a few fixed numbers; padding weighs nothing, in BatchNorm's statistics neither.
+Between two programs one answer is waited for: which rows to gather.
+
+Weights that do not adapt are held in bfloat16; what adapts, losses and sums stay in float32. On the
+CPU programs run as they are, in the model's own precision.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, Pass, Terms
-from fata.method import Batch
-from fata.outputs import logits_of
+from fata.method import Batch, Memory
+from fata.norms import norm_layers
+from fata.program import Program, channels_last
 from fata.selection import Selection
+from fata.tap import Answer, answering
+from fata.updates import ascend, either, sgd
 
-PARTS = 8  # numbers of rows that are recorded: eighths of a batch
+LARGE = 1_000_000  # parameters from which on a network is worth compiling
+FEW, MANY = 4, 8  # parts of a batch that there are programs for: of a large network, of a small one
 
-Function = Callable[..., tuple[Tensor, ...]]
+
+class Seen(NamedTuple):
+    """What a program is given to see a batch."""
+
+    images: Tensor
+    noise: Sequence[Tensor]  # alpha and beta, or nothing
+    host: Memory
+    plus: Memory
 
 
-@dataclass
-class Program:
-    """A function of tensors of fixed shapes; recorded when it is first called, then replayed.
+class Where(NamedTuple):
+    """Rows to gather."""
 
-    Args:
-        function: gives the same outputs for the same inputs and weights.
-        pool: memory that all programs share; they never run at the same time.
-    """
+    rows: Tensor
+    real: Tensor  # which of them are no padding
 
-    function: Function
-    pool: Any
-    _graph: torch.cuda.CUDAGraph | None = None
-    _inputs: list[Tensor] = field(default_factory=list, repr=False)
-    _outputs: tuple[Tensor, ...] = field(default=(), repr=False)
-    _fails: bool = False
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run it; on a GPU the outputs are overwritten by the next run."""
-        if self._graph is None and not self._fails and inputs[0].is_cuda:
-            self._record(inputs)
-        if self._graph is None:
-            return self.function(*inputs)
-        for here, given in zip(self._inputs, inputs, strict=True):
-            here.copy_(given, non_blocking=True)
-        self._graph.replay()
-        return self._outputs
+class Told(NamedTuple):
+    """What a program tells of a batch that it saw."""
 
-    def _record(self, inputs: Sequence[Tensor]) -> None:
-        graph = torch.cuda.CUDAGraph()
-        own = [tensor.clone() for tensor in inputs]
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                self._outputs = self.function(*own)
-        except RuntimeError as error:
-            self._fails = True
-            warnings.warn(
-                f"the model cannot be recorded and runs launch by launch: {error}", stacklevel=2
-            )
-            return
-        self._graph, self._inputs = graph, own
+    logits: Tensor
+    host: Selection
+    plus: Selection
+    perturb: Sequence[Perturb]  # one, or none
+
+
+class Moving(NamedTuple):
+    """What moves, and how fast."""
+
+    theta: Tensor
+    velocity: Tensor
+    lr: Tensor
+
+
+class Moved(NamedTuple):
+    """What a step gave."""
+
+    theta: Tensor
+    velocity: Tensor
+    host: Memory
+    stepped: Tensor
+    dropped: Tensor
 
 
 class FastEngine(Engine):
     """An engine whose passes are programs."""
 
     _programs: dict[object, tuple[Program, dict[str, int | Tensor]]]
-    _halves: list[tuple[nn.Module, str, nn.Parameter]]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._forget()
         self._rows = 0  # of the batch at hand
+        self._looks = False  # whether the method looks at other images to select
+        self._channels: int | None = None  # of z
 
     def move(self) -> None:
         """Follow the model to another device, where everything is recorded anew."""
@@ -96,140 +103,226 @@ class FastEngine(Engine):
         """Logits of the images; without a gradient, by a program."""
         if torch.is_grad_enabled():
             return super().forward(images)
-        size = self._padded(len(images))
-        (logits,) = self._run("look", self._look, _filled(images, size))
-        return logits[: len(images)].clone()
+        rows = len(images)
+        where = self._where(torch.arange(rows))
+        padded = len(where.rows) > rows
+        real = [where.real] if self.coupled and rows < self._rows else []
+        given = images[where.rows] if padded else images
+        logits: Tensor = self._run("look", self._look, given, real)
+        return logits[:rows]
 
     def _step(self, images: Tensor) -> Tensor:
         self._rows = len(images)
         try:
-            return super()._step(images)
+            return self._by_programs(images)
+        except _LooksError:
+            self._looks = True
+            return self._by_programs(images)
         finally:
             self._rows = 0
 
-    @property
-    def _joint(self) -> bool:
-        """Clean and augmented rows share statistics: then there is no pass of the clean alone."""
-        return self.coupled and self.plus is not None and self.plus.bn_stats == "joint"
+    def _by_programs(self, images: Tensor) -> Tensor:
+        state, sharp = self.state, self.method.ascent is not None
+        given = Seen(images, self._noise(images), state.host, state.plus)
+        dense = self._dense() and not self._looks
+        if dense and not sharp:
+            moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
+            self._take(moved)
+            self.selected = told.host.rows, told.plus.rows
+            if self.coupled:
+                state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
+            else:
+                self._counted()
+        else:
+            told = (
+                self._run("up", self._up, given, state.theta, leaves=True)[1]
+                if dense
+                else self._run("see", self._see, given)
+            )
+            seen = self._seen(images, told.logits)
+            self._learn_from(
+                self._terms(seen, state.host) if self._looks else Terms(seen, told.host, told.plus),
+                told.perturb,
+                climbed=dense,
+            )
+        if self._recover():
+            self.theta.write(state.theta)
+        if self.plus:
+            state.plus = self.plus.observe(told.perturb[0], state.plus)
+        return told.logits  # type: ignore[no-any-return]
 
-    def _dense(self) -> bool:
-        return self._joint
+    def _learn_from(self, terms: Terms, perturb: Sequence[Perturb], climbed: bool) -> None:
+        """The selected rows' programs."""
+        state, sharp = self.state, self.method.ascent is not None
+        self.selected = terms.host.rows, terms.plus.rows
+        chosen = self._counted()
+        host, plus = (bool(rows.any()) for rows in chosen)
+        every = torch.arange(self._rows)
+        if sharp and host and not climbed:
+            where = self._where(every if self.coupled else chosen[0].nonzero()[:, 0])
+            self._run("climb", self._climb, where, terms, state.theta, leaves=True)
+        if not host and not plus:
+            state.host = self.method.observe(terms.batch, terms.host, state.host)
+            return
+        shared = self.coupled and not sharp  # statistics of the whole batch
+        where = self._where(every if shared else chosen.any(0).nonzero()[:, 0])
+        given = (where, terms, perturb if plus else [], state.host, self._moving())
+        self._take(self._run("descend", self._descend, *given, leaves=True))
 
-    def _tapped(self, images: Tensor, perturb: Perturb | None = None) -> Pass:
-        if torch.is_grad_enabled() or self.tap is None or self.plus is None or self._joint:
-            return super()._tapped(images, perturb)
-        logits, z = self._run("feel", self._feel, images)
-        axis = channel_axis(z, self.tap.target)
-        perturb = self.plus.perturb(z, axis, self.state.plus, self.generator("plus"))
-        return Pass(logits.clone(), None, perturb)
+    def _take(self, moved: Moved) -> None:
+        state = self.state
+        state.theta, state.velocity, state.host, stepped, dropped = moved
+        state.count(stepped=stepped, dropped=dropped)
 
-    def _slope(
-        self, first: Pass, terms: Terms, rows: Tensor, plus: bool, tap: bool = True
-    ) -> Tensor:
-        rows = torch.ones_like(rows) if self.coupled else rows
-        perturb = first.perturb if tap else None
-        tensors = self._gathered(perturb, terms, rows)
+    def _counted(self) -> Tensor:
+        """Which rows each term selected: a wait for the device."""
+        assert self.selected is not None
+        chosen = torch.stack(self.selected).cpu()
+        host, plus, some = torch.stack((*chosen, chosen.any(0))).sum(1).tolist()
+        self._noted(host, plus, some, self._rows)
+        return chosen
 
-        def slope(*tensors: Tensor) -> tuple[Tensor, ...]:
-            here, at = self._rebuilt(tensors, perturb)
-            return (self._gradient(here, at, plus),)
+    def _noise(self, images: Tensor) -> list[Tensor]:
+        """What a batch is perturbed by, alpha and beta."""
+        if self.tap is None or self.plus is None:
+            return []
+        if self._channels is None:
+            with torch.no_grad():
+                z = self.tap.feature(images).z
+            self._channels = z.shape[channel_axis(z, self.tap.target)]
+        draws = self.generator("plus")
+        return [*self.plus.draw(self._rows, self._channels, draws, images.device)]
 
-        (gradient,) = self._run(("slope", plus, tap), slope, *tensors)
-        return gradient
+    def _moving(self) -> Moving:
+        state = self.state
+        rate = self.rate(self._rows) * state.watched.scale
+        return Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
 
-    def _slope_there(
-        self, first: Pass, terms: Terms, rows: Tensor, plus: bool
-    ) -> tuple[Tensor | None, Terms]:
-        if self._joint:
-            return super()._slope_there(first, terms, rows, plus)
-        perturb, memory = first.perturb, self.state.host
-        names = sorted(memory)
+    def _where(self, index: Tensor) -> Where:
+        """These rows, and as many copies of the first image as a program needs to be full."""
+        rows, size = len(index), len(index)
+        if rows <= self._rows:
+            part = max(1, self._rows // (FEW if self._large else MANY))
+            size = min(self._rows, -(-rows // part) * part)
+        index = torch.cat((index, index.new_zeros(size - rows)))
+        parts = index, torch.arange(size) < rows
+        return Where(*(part.to(self.device, non_blocking=True) for part in parts))
 
-        def slope(*tensors: Tensor) -> tuple[Tensor, ...]:
-            kept = dict(zip(names, tensors, strict=False))
-            here, at = self._rebuilt(tensors[len(names) :], perturb)
-            again = replace(at.batch, logits=here.logits.detach())
-            host = self.method.select(again, kept).among(at.host.rows & again.finite)
-            gradient = self._gradient(here, replace(at, host=host), plus)
-            return gradient, again.logits, host.rows
+    # -- programs: functions of tensors; one that moves the model gives its weights first ---------
 
-        tensors = self._gathered(perturb, terms, rows)
-        remembered = [memory[name] for name in names]
-        gradient, logits, kept = self._run(("there", plus, *names), slope, *remembered, *tensors)
-        again = self._seen(tensors[0], logits.clone())
-        host = self.method.select(again, memory).among(kept.clone())
-        some = plus or bool(host.rows.any())
-        return gradient if some else None, Terms(again, host, Selection.none(again.entropy))
+    def _look(self, images: Tensor, real: Sequence[Tensor]) -> Tensor:
+        with self._statistics_of(real), torch.no_grad():
+            return super().forward(images)
 
-    # -- programs -----------------------------------------------------------------------------
+    def _see(self, given: Seen) -> Told:
+        with torch.no_grad():
+            return _told(*self._pass_over(given))
 
-    def _run(self, name: object, function: Function, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Run a program, recorded or not; either counts the rows that it passes."""
+    def _up(self, given: Seen, theta: Tensor) -> tuple[Tensor, Told]:
+        first, terms = self._pass_over(given)
+        return self._ascended(first, terms, theta), _told(first, terms)
+
+    def _whole(self, given: Seen, moving: Moving) -> tuple[Moved, Told]:
+        first, terms = self._pass_over(given)
+        return self._descended(first, terms, terms, given.host, moving), _told(first, terms)
+
+    def _climb(self, where: Where, terms: Terms, theta: Tensor) -> tuple[Tensor]:
+        at = terms.at(where.rows).among(where.real)
+        return (self._ascended(Pass(super().forward(at.batch.images)), at, theta),)
+
+    def _descend(
+        self,
+        where: Where,
+        terms: Terms,
+        perturb: Sequence[Perturb],
+        memory: Memory,
+        moving: Moving,
+    ) -> Moved:
+        at = terms.at(where.rows).among(where.real)
+        sharp = self.method.ascent is not None
+        with self._statistics_of([where.real] if sharp else []):
+            here = self._again_from(at.batch.images, [one.at(where.rows) for one in perturb])
+            if sharp:  # the host selects again, among the rows it had
+                again = replace(at.batch, logits=here.logits.detach())
+                host = self.method.select(again, memory).among(at.host.rows & again.finite)
+                at = replace(at, host=host)
+                terms = replace(at, batch=again)
+            return self._descended(here, at, terms, memory, moving)
+
+    # -- their parts --------------------------------------------------------------------------
+
+    def _pass_over(self, given: Seen) -> tuple[Pass, Terms]:
+        """A pass over the batch, and what is selected of it."""
+
+        def perturbed(z: Tensor) -> Perturb:
+            assert self.tap is not None
+            assert self.plus is not None
+            plus = replace(self.plus, noise=lambda *_: given.noise)
+            return plus.perturb(z, channel_axis(z, self.tap.target), given.plus, None)
+
+        first = self._tapped(given.images, perturbed)
+        seen = _blind(given.images, first.logits.detach())
+        nothing = Selection.none(seen.entropy)
+        if self._looks:
+            return first, Terms(seen, nothing, nothing)
+        return first, self._terms(seen, given.host)
+
+    def _again_from(self, images: Tensor, perturb: Sequence[Perturb]) -> Pass:
+        """A pass over some rows, with the tail of z' where there is one."""
+        if perturb:
+            return self._tapped(images, lambda _: perturb[0])
+        return Pass(super().forward(images))
+
+    def _ascended(self, here: Pass, at: Terms, theta: Tensor) -> Tensor:
+        assert self.method.ascent is not None
+        return ascend(theta, self._gradient(here, at, plus=False), self.method.ascent)
+
+    def _descended(
+        self, here: Pass, at: Terms, terms: Terms, memory: Memory, moving: Moving
+    ) -> Moved:
+        """One step, if there are rows to learn from and their gradient is finite; observe."""
+        before = moving.theta, moving.velocity
+        gradient = self._gradient(here, at, plus=True) + self._regulariser(moving.theta)
+        some, fine = at.host.rows.any() | at.plus.rows.any(), gradient.isfinite().all()
+        theta, velocity = either(some & fine, sgd(*before, gradient, moving.lr), before)
+        host = self.method.observe(terms.batch, terms.host, memory)
+        return Moved(theta, velocity, host, (some & fine).long(), (some & ~fine).long())
+
+    def _statistics_of(self, real: Sequence[Tensor]) -> AbstractContextManager[None]:
+        """BatchNorm's statistics without the padding."""
+        return self.statistics.of(real[0]) if real and self.statistics else nullcontext()
+
+    # -- how they are run ---------------------------------------------------------------------
+
+    def _run(
+        self, name: str, function: Callable[..., Any], *given: Any, leaves: bool = False
+    ) -> Any:
+        """Run a program; it counts the rows that it passes, and may leave weights in the model."""
+        tensors, spec = tree_flatten(given)
         active = self.statistics is None or self.statistics.active
-        at = (name, active, *(tensor.shape for tensor in tensors))
+        at = (name, active, spec, *(tensor.shape for tensor in tensors))
         if at not in self._programs:
+            after = self.theta.write if leaves else None
+            what = f"{name} of {len(tensors[0])} rows"
+            program = Program(self._in_half(function), spec, after, self._pool, what, self._large)
             with self.counted_apart() as counts:
-                outputs = self._in_half(function)(*tensors)
-            self._programs[at] = Program(self._in_half(function), self._pool), counts
+                outcome = program(tensors)
+            self._programs[at] = program, counts
         else:
             program, counts = self._programs[at]
             with self.counted_apart():
-                outputs = program(*tensors)
+                outcome = program(tensors)
         self.state.count(**counts)
-        return outputs
+        return outcome
 
-    def _look(self, images: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            return (super().forward(images),)
-
-    def _feel(self, images: Tensor) -> tuple[Tensor, ...]:
-        assert self.tap is not None
-        with torch.no_grad():
-            self.state.count(rows_forward=len(images))
-            recording = self.tap.feature(images)
-            return logits_of(recording.output, len(images)), recording.z
-
-    def _gathered(self, perturb: Perturb | None, terms: Terms, rows: Tensor) -> list[Tensor]:
-        """What a program learns from: the rows asked for, padded by rows of weight zero."""
-        index = rows.nonzero()[:, 0]
-        count, size = len(index), self._padded(len(index))
-        index = torch.cat((index, index.new_zeros(size - count)))
-        index = index.to(terms.batch.logits.device, non_blocking=True)
-        at = terms.at(index)
-        real = torch.arange(size, device=index.device) < count
-        tensors = [at.batch.images, at.batch.logits]
-        for selection in (at.host, at.plus):
-            tensors += [selection.rows & real, selection.weights]
-        if perturb is not None:
-            some = perturb.at(index)
-            tensors += [some.alpha, some.beta, some.delta]
-        return tensors
-
-    def _rebuilt(self, tensors: Sequence[Tensor], perturb: Perturb | None) -> tuple[Pass, Terms]:
-        """A pass with gradient over what `_gathered` gave."""
-        images, logits, host, host_weights, plus, plus_weights = tensors[:6]
-        batch = Batch(images, logits, self.predict, 0)
-        terms = Terms(batch, Selection(host, host_weights), Selection(plus, plus_weights))
-        with torch.enable_grad():
-            if perturb is None:
-                return Pass(super().forward(images)), terms
-            alpha, beta, delta = tensors[6:]
-            return super()._tapped(images, Perturb(alpha, beta, delta, perturb.axis)), terms
-
-    def _padded(self, rows: int) -> int:
-        """How many rows a program is run with."""
-        if self.coupled or rows > self._rows:
-            return rows
-        part = max(1, self._rows // PARTS)
-        return min(self._rows, -(-rows // part) * part)
-
-    def _in_half(self, function: Function) -> Function:
+    def _in_half(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._halves:
             return function
 
-        def halved(*tensors: Tensor) -> tuple[Tensor, ...]:
-            with _swapped(self._halves), torch.autocast("cuda", torch.bfloat16):
-                return function(*tensors)
+        def halved(*given: Any) -> Any:
+            narrow = answering({norm: _narrow(norm) for norm in self._norms})
+            with _swapped(self._halves), narrow, torch.autocast("cuda", torch.bfloat16):
+                return function(*given)
 
         return halved
 
@@ -237,17 +330,43 @@ class FastEngine(Engine):
         self._programs = {}
         on_gpu = self.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._halves = list(_halves(self.model, self.theta.parameters)) if on_gpu else []
+        self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
+        self._norms = [norm for _, norm in norm_layers(self.model)]
+        halves = _halves(self.model, self.theta.parameters, self._large)
+        self._halves = list(halves) if on_gpu else []
 
 
-def _filled(images: Tensor, size: int) -> Tensor:
-    """The images, and as many copies of the first as are missing."""
-    missing = size - len(images)
-    return torch.cat((images, images[:1].expand(missing, *images.shape[1:]))) if missing else images
+class _LooksError(Exception):
+    """A method looks at other images to select."""
+
+
+def _no_look(images: Tensor) -> NoReturn:
+    raise _LooksError
+
+
+def _blind(images: Tensor, logits: Tensor) -> Batch:
+    """A batch as a program may see it."""
+    return Batch(images, logits, _no_look, 0)
+
+
+def _told(first: Pass, terms: Terms) -> Told:
+    perturb = [first.perturb] if first.perturb else []
+    return Told(terms.batch.logits, terms.host, terms.plus, perturb)
+
+
+def _narrow(norm: nn.Module) -> Answer:
+    """Normalise in full precision, answer in the input's."""
+    forward = norm.forward
+
+    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(x, *args, **kwargs)
+        return output.to(x.dtype) if isinstance(output, Tensor) else output
+
+    return answer
 
 
 def _halves(
-    model: nn.Module, adapted: Sequence[Tensor]
+    model: nn.Module, adapted: Sequence[Tensor], large: bool
 ) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
     """Copies in bfloat16 of what convolutions and linear layers multiply by and does not adapt."""
     moving = {id(parameter) for parameter in adapted}
@@ -256,6 +375,7 @@ def _halves(
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in moving:
                     half = parameter.detach().bfloat16()
+                    half = channels_last(half) if large else half
                     yield module, name, nn.Parameter(half, requires_grad=False)
 
 
@@ -270,3 +390,21 @@ def _swapped(halves: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[
     finally:
         for module, name, parameter in before:
             module._parameters[name] = parameter
+
+
+register_pytree_node(
+    Selection, lambda s: ([s.rows, s.weights], None), lambda parts, _: Selection(*parts)
+)
+register_pytree_node(
+    Perturb,
+    lambda p: ([p.alpha, p.beta, p.delta], (p.axis, p.single)),
+    lambda parts, fixed: Perturb(*parts, *fixed),
+)
+register_pytree_node(
+    Batch,
+    lambda b: ([b.images, b.logits], None),
+    lambda parts, _: _blind(*parts),
+)
+register_pytree_node(
+    Terms, lambda t: ([t.batch, t.host, t.plus], None), lambda parts, _: Terms(*parts)
+)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fata.group import Group
 
+# Variance and mean over some axes, and of how many values they are.
+Moments = Callable[[Tensor, list[int]], tuple[Tensor, Tensor, Tensor]]
 # Layers of other libraries that normalise without being a subclass of torch's own.
 _BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)
 
@@ -48,6 +51,7 @@ class BatchStatistics:
 
     def __init__(self, model: nn.Module, prior: float = 0.0) -> None:
         self._share = prior / (prior + 1)
+        self._rows: Tensor | None = None  # that the statistics are of; None: all
         self.active = True
         self._layers = [
             (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
@@ -62,6 +66,7 @@ class BatchStatistics:
                 self._handles.append(
                     layer.register_forward_pre_hook(self._choose, with_kwargs=True)
                 )
+                self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
 
     def join(self, group: Group) -> None:
         """From now on a batch is what all ranks of a group have of it."""
@@ -69,7 +74,7 @@ class BatchStatistics:
             handle.remove()
 
         def share(layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
-            return self._normalised(group, layer, args, kwargs)
+            return self._normalised(group.moments, layer, args, kwargs)
 
         self._handles = []
         for layer, _, _ in self._layers:
@@ -85,6 +90,15 @@ class BatchStatistics:
         finally:
             self.active = True
 
+    @contextmanager
+    def of(self, rows: Tensor) -> Iterator[None]:
+        """Statistics of these rows alone inside the context; all are normalised with them."""
+        self._rows = rows
+        try:
+            yield
+        finally:
+            self._rows = None
+
     def remove(self) -> None:
         """Take the hooks off and set every flag as it was."""
         for handle in self._handles:
@@ -92,13 +106,16 @@ class BatchStatistics:
         for layer, training, track in self._layers:
             layer.training, layer.track_running_stats = training, track
 
-    def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
+    def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+        if self._rows is not None:
+            return self._normalised(partial(_moments, self._rows), layer, args, kwargs)
         x = _input(args, kwargs)
         values = x.numel() // x.shape[1]
         layer.training = (self.active and values > 1) or layer.running_mean is None
+        return None
 
-    def _normalised(self, group: Group, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
-        """The layer's input, normalised over all ranks; the layer itself then only scales it."""
+    def _normalised(self, moments: Moments, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+        """The layer's input, normalised by these moments; the layer itself then only scales it."""
         mean, var = layer.running_mean, layer.running_var
         layer.training = mean is None and not self.active
         if not self.active:
@@ -106,7 +123,7 @@ class BatchStatistics:
         x = _input(args, kwargs)
         axes = [axis for axis in range(x.ndim) if axis != 1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        batch_var, batch_mean, values = group.moments(wide, axes)
+        batch_var, batch_mean, values = moments(wide, axes)
         if mean is not None and var is not None:
             batch_mean = torch.where(values > 1, batch_mean, mean)
             batch_var = torch.where(values > 1, batch_var, var)
@@ -139,6 +156,15 @@ class BatchStatistics:
         running = layer.__dict__.pop("_fata_running", None)
         if running is not None:
             layer.running_mean, layer.running_var = running
+
+
+def _moments(rows: Tensor, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Variance and mean of some rows, and of how many values they are."""
+    weight = rows.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
+    values = weight.sum() * x[0, 0].numel()
+    mean = (weight * x).sum(axes, keepdim=True) / values
+    var = (weight * (x - mean).square()).sum(axes) / values
+    return var, mean.flatten(), values
 
 
 def _input(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:

@@ -64,7 +64,7 @@ class Tap:
 
     def _run(self, images: Tensor, watched: list[nn.Module]) -> Recording:
         recording = Recording(self, images)
-        with _answering({m: recording.watch(m) for m in [*watched, self.target]}):
+        with answering({m: recording.watch(m) for m in [*watched, self.target]}):
             recording.output = self.call(images)
         if recording.calls != 1:
             times = "never called" if not recording.calls else f"called {recording.calls} times"
@@ -115,7 +115,7 @@ class Recording:
             if twice:
                 outputs = [_doubled(output, len(self.images)) for output in outputs]
             answers[module] = _from_memory(module, outputs, module in self.tap._cloned)
-        with _answering(answers):
+        with answering(answers):
             return self.tap.call(images)
 
     def watch(self, module: nn.Module) -> Answer:
@@ -160,7 +160,7 @@ class Recording:
 
 
 @contextmanager
-def _answering(answers: dict[nn.Module, Answer]) -> Iterator[None]:
+def answering(answers: dict[nn.Module, Answer]) -> Iterator[None]:
     """Let each module answer its calls with the given function instead of its forward."""
     before = {module: module.__dict__.get("forward") for module in answers}
     try:

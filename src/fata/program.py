@@ -1,0 +1,125 @@
+"""Functions of tensors of fixed shapes that are recorded, and compiled where they are used often.
+
+Recorded as a CUDA graph, a pass is one launch instead of some thousand. Compiled, it is one graph
+of torch's own operations, with its loss and its way back, whatever the model does in Python:
+element-wise work is fused into what it belongs to, and convolutions run channels-last.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+OFTEN = 64  # calls after which a program is compiled
+
+Flat = Callable[..., Sequence[Tensor]]
+
+
+@dataclass
+class Program:
+    """A function of trees of tensors; on a GPU recorded at its second call.
+
+    Args:
+        function: gives the same outputs for the same inputs and weights, and changes nothing.
+        spec: of its arguments.
+        after: what is done with the first output in the end, or None.
+        pool: memory that all programs share; they never run at the same time.
+        name: what a message calls it.
+        compiles: whether it is worth compiling.
+    """
+
+    function: Callable[..., Any]
+    spec: TreeSpec
+    after: Callable[[Tensor], None] | None
+    pool: Any
+    name: str
+    compiles: bool
+    _flat: Flat | None = None  # compiled
+    _calls: int = 0
+    _graph: torch.cuda.CUDAGraph | None = None
+    _inputs: list[Tensor] = field(default_factory=list, repr=False)
+    _outputs: Sequence[Tensor] = field(default=(), repr=False)
+    _outcome: TreeSpec | None = None
+
+    def __call__(self, given: list[Tensor]) -> Any:
+        """Run it; what it gives is the caller's own."""
+        self._calls += 1
+        compiles = self.compiles and self._calls == OFTEN
+        if compiles:
+            self._compile(given)
+        if given[0].is_cuda and (compiles or self._calls == 2):
+            self._record(given)
+        if self._graph is None:
+            outputs = self._through(given)
+        else:
+            torch._foreach_copy_(self._inputs, given, non_blocking=True)
+            self._graph.replay()
+            outputs = [output.clone() for output in self._outputs]
+        assert self._outcome is not None
+        return tree_unflatten(outputs, self._outcome)
+
+    def _through(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        outputs = (self._flat or self._plain)(*given)
+        if self.after:
+            self.after(outputs[0])
+        return outputs
+
+    def _plain(self, *given: Tensor) -> Sequence[Tensor]:
+        outputs, self._outcome = tree_flatten(self.function(*tree_unflatten(given, self.spec)))
+        return outputs
+
+    def _record(self, given: Sequence[Tensor]) -> None:
+        graph, own = torch.cuda.CUDAGraph(), [_own(tensor) for tensor in given]
+        torch.cuda.synchronize()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                self._outputs = self._through(own)
+        except RuntimeError as error:
+            _left("recorded", error)
+        else:
+            self._graph, self._inputs = graph, own
+
+    def _compile(self, given: Sequence[Tensor]) -> None:
+        begun = time.perf_counter()
+        print(f"fata: compiling {self.name} ... ", end="", file=sys.stderr, flush=True)
+        try:
+            self._flat = compiled(self._plain, [_own(tensor) for tensor in given])
+        except Exception as error:  # the compiler's own are of many kinds
+            _left("compiled", error)
+        print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+
+
+def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
+    """The same function, compiled for tensors like these."""
+    with torch.autograd.set_multithreading_enabled(False):  # tracing follows one thread
+        graph = make_fx(lambda *tensors: function(*tensors))(*given)
+    run = torch.compile(graph, fullgraph=True, dynamic=False)
+
+    def without_gradient(*tensors: Tensor) -> Sequence[Tensor]:
+        with torch.no_grad():  # the way back is part of the graph
+            return run(*tensors)  # type: ignore[no-any-return]
+
+    without_gradient(*given)
+    return without_gradient
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    """The same values in the order that convolutions are fastest with."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+def _own(tensor: Tensor) -> Tensor:
+    return channels_last(tensor).clone(memory_format=torch.preserve_format)
+
+
+def _left(what: str, error: Exception) -> None:
+    warnings.warn(f"the model cannot be {what} and runs without: {error}", stacklevel=4)

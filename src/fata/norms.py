@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from fata.group import Group
+from fata.group import ALONE, Alone, Group
 
 # Layers of other libraries that normalise without being a subclass of torch's own.
 _BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)
@@ -49,6 +49,7 @@ class BatchStatistics:
     def __init__(self, model: nn.Module, prior: float = 0.0) -> None:
         self._share = prior / (prior + 1)
         self.active = True
+        self._group: Alone = ALONE
         self._layers = [
             (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
         ]
@@ -65,15 +66,16 @@ class BatchStatistics:
 
     def join(self, group: Group) -> None:
         """From now on a batch is what all ranks of a group have of it."""
+        self._group = group
+        if self._share:  # what is mixed is asked of the group already
+            return
         for handle in self._handles:
             handle.remove()
-
-        def share(layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
-            return self._normalised(group, layer, args, kwargs)
-
         self._handles = []
         for layer, _, _ in self._layers:
-            self._handles.append(layer.register_forward_pre_hook(share, with_kwargs=True))
+            self._handles.append(
+                layer.register_forward_pre_hook(self._normalised, with_kwargs=True)
+            )
             self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
 
     @contextmanager
@@ -84,6 +86,15 @@ class BatchStatistics:
             yield
         finally:
             self.active = True
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A batch is what this rank alone has of it, inside the context."""
+        group, self._group = self._group, ALONE
+        try:
+            yield
+        finally:
+            self._group = group
 
     def remove(self) -> None:
         """Take the hooks off and set every flag as it was."""
@@ -97,7 +108,7 @@ class BatchStatistics:
         values = x.numel() // x.shape[1]
         layer.training = (self.active and values > 1) or layer.running_mean is None
 
-    def _normalised(self, group: Group, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+    def _normalised(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
         """The layer's input, normalised over all ranks; the layer itself then only scales it."""
         mean, var = layer.running_mean, layer.running_var
         layer.training = mean is None and not self.active
@@ -105,8 +116,8 @@ class BatchStatistics:
             return None
         x = _input(args, kwargs)
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        batch_var, batch_mean, values = group.moments(wide, axes)
+        wide = _widened(x)
+        batch_var, batch_mean, values = self._group.moments(wide, axes)
         if mean is not None and var is not None:
             batch_mean = torch.where(values > 1, batch_mean, mean)
             batch_var = torch.where(values > 1, batch_var, var)
@@ -130,7 +141,7 @@ class BatchStatistics:
         layer._fata_running = (mean, var)  # type: ignore[assignment]
         x = _input(args, kwargs).detach()
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        batch_var, batch_mean = torch.var_mean(x.float(), axes, correction=0)
+        batch_var, batch_mean, _ = self._group.moments(_widened(x), axes)
         layer.running_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
         layer.running_var = torch.lerp(batch_var.to(var.dtype), var, self._share)
 
@@ -143,3 +154,8 @@ class BatchStatistics:
 
 def _input(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else next(iter(kwargs.values()))
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In full precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -291,11 +291,14 @@ def test_what_is_no_group_is_refused():
         fata.adapt(network("resnet_gn"), "tent", speed="fast", group=object())
 
 
-GRID = "--model mini_resnet_gn --methods deyo+fata --domains fog --images 91 --guard"
+GRID = (
+    "--model mini_resnet_gn --methods deyo+fata --domains fog --images 71 --guard "
+    "--scenario normal,bs1"
+)
 
 
 def bench(folder, *before):
-    """A cell by `fata bench`; batches of 64 and 27."""
+    """Cells by `fata bench`: batches of 64 and 7, and of one image, of which a rank has none."""
     command = [sys.executable, "-m", *before, "fata", "bench", *GRID.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return done, list(Store(folder / "results.db"))
@@ -307,11 +310,12 @@ def test_bench_under_torchrun_is_bench(tmp_path, monkeypatch):
     for folder in folders:
         folder.mkdir()
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
-    (alone, [one]), (shared, [two]) = bench(folders[0]), bench(folders[1], *launcher)
+    (alone, ones), (shared, twos) = bench(folders[0]), bench(folders[1], *launcher)
     assert (alone.returncode, shared.returncode) == (0, 0)
     assert shared.stdout == alone.stdout  # of one rank: the other is silent
-    assert two.key == one.key
-    assert two.result["counts"] == one.result["counts"]
-    assert two.result["classes"] == one.result["classes"]
-    for name in ("accuracy", "entropy"):
-        assert two.result["curve"][name] == pytest.approx(one.result["curve"][name], rel=1e-4)
+    for one, two in zip(ones, twos, strict=True):
+        assert two.key == one.key
+        assert two.result["counts"] == one.result["counts"]
+        assert two.result["classes"] == one.result["classes"]
+        for name in ("accuracy", "entropy"):
+            assert two.result["curve"][name] == pytest.approx(one.result["curve"][name], rel=1e-4)

@@ -159,8 +159,9 @@ class Group(Alone):
         return sum(counts), slice(first, first + here)
 
     def share(self, rows: int) -> slice:
-        """This rank's of some rows, split evenly."""
-        return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
+        """This rank's of some rows, split evenly; the first ranks have those left over."""
+        first, end = (-(-rows * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return slice(first, end)
 
     def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
         """A column on the host of which each rank has the rows `index`."""

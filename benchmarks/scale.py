@@ -31,7 +31,7 @@ from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 RUNS = Path(__file__).parent / "runs"
 SPEC = "eata+fata"
-SPECS = [spec for spec in ALL if spec not in ("norm", "cotta", "memo")]
+SPECS = [spec for spec in ALL if spec != "norm"]
 SIZES = (5_000, 25_000, 50_000, 500_000)  # floats of a flat gradient
 ROWS = {"mini_resnet_gn": (1, 8, 64), "resnet50_gn": (1, 8)}  # of a batch
 

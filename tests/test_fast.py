@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fata
 from fata import fast, program, tiny
@@ -125,7 +126,7 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spec", ["tent+fata", "eata+fata"])
 def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device, monkeypatch):
-    adapter, _ = run(net, spec, "fast", device, threshold=0.97, fata_threshold=0.95)
+    adapter, _ = run(net, spec, "fast", device, fata_threshold=0.95, guard=None)
     images, waits = batches(device)[0], []
     counted = fast.FastEngine._counted
 
@@ -138,20 +139,49 @@ def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device,
             torch.cuda.set_sync_debug_mode("error")
 
     monkeypatch.setattr(fast.FastEngine, "_counted", waiting)
-    with torch.inference_mode(False), torch.enable_grad():
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+    try:
         torch.cuda.set_sync_debug_mode("error")
-        try:
+        with torch.inference_mode(False), torch.enable_grad():
             adapter._engine.step(images)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert len(waits) == (0 if net == "resnet_bn" else 1)
 
 
-def test_joint_statistics():
-    one, other = (
-        run("resnet_bn", "eata+fata", speed, "cpu", bn_stats="joint") for speed in ("exact", "fast")
-    )
-    same(one, other, "cpu")
+@pytest.mark.parametrize("spec", ["eata+fata", "sar+fata", "deyo+fata"])
+def test_joint_statistics(spec):
+    fields = {"bn_stats": "joint", "threshold": 0.97, "fata_threshold": 0.95}
+    same(*(run("resnet_bn", spec, speed, "cpu", **fields) for speed in ("exact", "fast")), "cpu")
+
+
+class Recording(TorchDispatchMode):
+    """Refuses what a GPU refuses while it records: to wait for a value."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        waits = ("nonzero", "_local_scalar_dense", "masked_select", "unique")
+        assert not any(name in str(function) for name in waits), f"{function} waits"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("threshold", [0.4, 0.97])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", [s for s in SPECS if s[:4] in ("eata", "sar", "sar+", "deyo")])
+def test_programs_wait_for_nothing_and_call_no_other(net, spec, threshold, monkeypatch):
+    plain, inside = program.Program._plain, []
+
+    def recorded(self, *given):
+        assert not inside
+        inside.append(self)
+        try:
+            with Recording():
+                return plain(self, *given)
+        finally:
+            inside.pop()
+
+    monkeypatch.setattr(program.Program, "_plain", recorded)
+    adapter, _ = run(net, spec, "fast", "cpu", threshold=threshold)
+    assert adapter._engine._programs
 
 
 def test_a_row_that_is_not_finite_gets_the_plain_models_answer():

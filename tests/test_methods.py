@@ -245,6 +245,14 @@ def test_memo_steps_by_adamw_on_transformers():
     torch.testing.assert_close(moved, parameter.detach(), atol=1e-8, rtol=1e-6)
 
 
+def test_memo_draws_views_for_each_row():
+    adapter = fata.adapt(network("resnet_gn"), "memo", views=2, lr=1e-2)
+    twice = images(1).repeat(2, 1, 1, 1)
+    (one, two), (third, fourth) = adapter(twice), adapter(twice)
+    for left, right in ((one, two), (one, third), (two, fourth)):
+        assert not torch.allclose(left, right)
+
+
 def test_views_stay_pixels_and_follow_their_generator():
     pixels = images(3)
     for view, x in ((cotta_view, pixels), (augmix_view, pixels[:1])):
@@ -254,6 +262,15 @@ def test_views_stay_pixels_and_follow_their_generator():
         assert one.max() <= 1 + 1e-6
         assert torch.equal(one, two)
         assert not torch.allclose(one, other)
+
+
+def test_views_of_some_rows_are_those_rows_of_the_views_of_all():
+    pixels = images(5).double()
+    here = slice(2, 4)
+    place = (5, here)
+    whole = cotta_view(pixels, Draw(torch.Generator().manual_seed(0)))
+    some = cotta_view(pixels[here], Draw(torch.Generator().manual_seed(0), place))
+    torch.testing.assert_close(some, whole[here])
 
 
 def test_normalised_images_need_mean_and_std_for_views():

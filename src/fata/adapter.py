@@ -111,7 +111,7 @@ class Adapter(nn.Module):
             raise TypeError(f"seed={seed!r}: must be a whole number.")
         if speed not in SPEEDS:
             raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
-        check_group(group, method, speed)
+        check_group(group, speed)
         sets = params if params is not None else method.params or ("truncated" if plus else None)
         theta = Theta(choose(model, sets) if sets is not None else {})
         vit = is_transformer_like(model)
@@ -481,19 +481,9 @@ def _check_arguments(method: Method, plus: Fata | None, fisher_data: FisherData 
         )
 
 
-def check_group(group: ProcessGroup | None, method: Method, speed: str) -> None:
+def check_group(group: ProcessGroup | None, speed: str) -> None:
     """Refuse what ranks cannot share."""
-    if group is None:
-        return
-    if isinstance(method, OwnStep):
-        why = (
-            "it learns from each image by itself and forgets it: give every rank an adapter of its "
-            "own, without a group"
-            if method.episodic
-            else "its step is its own and does not sum over ranks: use one process"
-        )
-        raise ValueError(f"{method.name!r} cannot share a batch with other ranks: {why}.")
-    if speed == "fast":
+    if group is not None and speed == "fast":
         raise ValueError(
             "speed='fast' records passes, and what ranks tell each other cannot be recorded: give "
             "speed='exact' with a group."

@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -147,19 +147,29 @@ class Engine:
         """
         own = self.statistics.suspended() if running and self.statistics else nullcontext()
         with own, torch.no_grad():
-            if len(images):
-                return self.forward(images)
-            with self.group.standing_in():
-                return self.forward(_stand_in(images))[:0]
+            return self.forward(images)
 
     def still(self, images: Tensor) -> Tensor:
         """Logits of a model that does not learn; of its running statistics, if the guard says."""
         return self.predict(images, self.state.watched.running)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the images in full precision, with a gradient where it is enabled."""
+        """Logits of the images in full precision, with a gradient where it is enabled.
+
+        A rank without images passes a stand-in, so that it meets the others.
+        """
+        if not len(images):
+            with self.group.standing_in():
+                return self.forward(_stand_in(images))[:0]
+        return self._pass(images)
+
+    def _pass(self, images: Tensor) -> Tensor:
         self._passed(rows_forward=len(images))
         return logits_of(self._call(images), len(images))
+
+    def apart(self) -> AbstractContextManager[None]:
+        """What is passed inside has no part in what other ranks pass."""
+        return self.statistics.apart() if self.statistics else nullcontext()
 
     def answer(self, images: Tensor) -> Tensor:
         """Logits of the images from the weights that answer; learns and counts nothing."""
@@ -402,13 +412,15 @@ class Engine:
     def _tapped(self, images: Tensor, perturbation: Callable[[Tensor], Perturb]) -> Pass:
         """A pass that also knows z's perturbation and, where gradients flow, the tail behind it."""
         if self.tap is None or self.plus is None:
-            return Pass(self.forward(images))
+            return Pass(self._pass(images))
         rows = len(images)
         self._passed(rows_forward=rows)
-        recording = self.tap.record(images) if torch.is_grad_enabled() else self.tap.feature(images)
+        joint = self.coupled and self.plus.bn_stats == "joint"
+        tail = joint or torch.is_grad_enabled()
+        recording = self.tap.record(images) if tail else self.tap.feature(images)
         z = recording.z
         perturb = perturbation(z)
-        if self.coupled and self.plus.bn_stats == "joint":
+        if joint:
             self._passed(rows_tail=2 * rows)
             both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
             return Pass(both[:rows], lambda: both[rows:], perturb)

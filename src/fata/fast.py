@@ -91,7 +91,6 @@ class FastEngine(Engine):
         super().__init__(*args)
         self._forget()
         self._rows = 0  # of the batch at hand
-        self._looks = False  # whether the method looks at other images to select
         self._channels: int | None = None  # of z
 
     def move(self) -> None:
@@ -115,16 +114,13 @@ class FastEngine(Engine):
         self._rows = len(images)
         try:
             return self._by_programs(images)
-        except _LooksError:
-            self._looks = True
-            return self._by_programs(images)
         finally:
             self._rows = 0
 
     def _by_programs(self, images: Tensor) -> Tensor:
         state, sharp = self.state, self.method.ascent is not None
         given = Seen(images, self._noise(images), state.host, state.plus)
-        dense = self._dense() and not self._looks
+        dense = self._dense() and not self.method.looks
         if dense and not sharp:
             moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
             self._take(moved)
@@ -139,12 +135,10 @@ class FastEngine(Engine):
                 if dense
                 else self._run("see", self._see, given)
             )
-            seen = self._seen(images, told.logits)
-            self._learn_from(
-                self._terms(seen, state.host) if self._looks else Terms(seen, told.host, told.plus),
-                told.perturb,
-                climbed=dense,
-            )
+            terms = Terms(self._seen(images, told.logits), told.host, told.plus)
+            if self.method.looks:
+                terms = self._terms(terms.batch, state.host)
+            self._learn_from(terms, told.perturb, climbed=dense)
         if self._recover():
             self.theta.write(state.theta)
         if self.plus:
@@ -212,7 +206,7 @@ class FastEngine(Engine):
 
     def _look(self, images: Tensor, real: Sequence[Tensor]) -> Tensor:
         with self._statistics_of(real), torch.no_grad():
-            return super().forward(images)
+            return self._pass(images)
 
     def _see(self, given: Seen) -> Told:
         with torch.no_grad():
@@ -228,7 +222,7 @@ class FastEngine(Engine):
 
     def _climb(self, where: Where, terms: Terms, theta: Tensor) -> tuple[Tensor]:
         at = terms.at(where.rows).among(where.real)
-        return (self._ascended(Pass(super().forward(at.batch.images)), at, theta),)
+        return (self._ascended(Pass(self._pass(at.batch.images)), at, theta),)
 
     def _descend(
         self,
@@ -263,7 +257,7 @@ class FastEngine(Engine):
         first = self._tapped(given.images, perturbed)
         seen = _blind(given.images, first.logits.detach())
         nothing = Selection.none(seen.entropy)
-        if self._looks:
+        if self.method.looks:
             return first, Terms(seen, nothing, nothing)
         return first, self._terms(seen, given.host)
 
@@ -271,11 +265,12 @@ class FastEngine(Engine):
         """A pass over some rows, with the tail of z' where there is one."""
         if perturb:
             return self._tapped(images, lambda _: perturb[0])
-        return Pass(super().forward(images))
+        return Pass(self._pass(images))
 
     def _ascended(self, here: Pass, at: Terms, theta: Tensor) -> Tensor:
         assert self.method.ascent is not None
-        return ascend(theta, self._gradient(here, at, plus=False), self.method.ascent)
+        there = ascend(theta, self._gradient(here, at, plus=False), self.method.ascent)
+        return torch.where(there.isfinite().all(), there, theta)
 
     def _descended(
         self, here: Pass, at: Terms, terms: Terms, memory: Memory, moving: Moving
@@ -336,12 +331,8 @@ class FastEngine(Engine):
         self._halves = list(halves) if on_gpu else []
 
 
-class _LooksError(Exception):
-    """A method looks at other images to select."""
-
-
 def _no_look(images: Tensor) -> NoReturn:
-    raise _LooksError
+    raise RuntimeError("a method whose `select` looks at other images must say `looks = True`.")
 
 
 def _blind(images: Tensor, logits: Tensor) -> Batch:

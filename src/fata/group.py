@@ -59,6 +59,11 @@ class Alone:
         """The mean over the rows of the batch."""
         return values.mean(0)
 
+    def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Variance and mean over axes along which all ranks have values, and how many they are."""
+        var, mean = torch.var_mean(x, axes, correction=0)
+        return var, mean, mean.new_tensor(x.numel() // mean.numel())
+
     def deviation(self, rows: Tensor, squared: bool = False) -> Tensor:
         """The unbiased deviation of each column over the rows of all ranks."""
         return rows.var(0) if squared else rows.std(0)
@@ -154,8 +159,9 @@ class Group(Alone):
         return sum(counts), slice(first, first + here)
 
     def share(self, rows: int) -> slice:
-        """This rank's of some rows, split evenly."""
-        return slice(rows * self.rank // self.size, rows * (self.rank + 1) // self.size)
+        """This rank's of some rows, split evenly; the first ranks have those left over."""
+        first, end = (-(-rows * rank // self.size) for rank in (self.rank, self.rank + 1))
+        return slice(first, end)
 
     def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
         """A column on the host of which each rank has the rows `index`."""

@@ -78,6 +78,7 @@ class Method:
     name: ClassVar[str]
     params: ClassVar[str | None] = "truncated"  # None: nothing adapts
     batch_statistics: ClassVar[bool] = True  # BatchNorm on the batch at hand; else running ones
+    looks: ClassVar[bool] = False  # `select` looks at other images, or waits for values
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""

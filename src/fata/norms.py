@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from fata.group import Group
+from fata.group import ALONE, Alone, Group
 
-# Variance and mean over some axes, and of how many values they are.
-Moments = Callable[[Tensor, list[int]], tuple[Tensor, Tensor, Tensor]]
 # Layers of other libraries that normalise without being a subclass of torch's own.
 _BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)
 
@@ -53,6 +50,7 @@ class BatchStatistics:
         self._share = prior / (prior + 1)
         self._rows: Tensor | None = None  # that the statistics are of; None: all
         self.active = True
+        self._group: Alone = ALONE
         self._layers = [
             (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
         ]
@@ -70,15 +68,16 @@ class BatchStatistics:
 
     def join(self, group: Group) -> None:
         """From now on a batch is what all ranks of a group have of it."""
+        self._group = group
+        if self._share:  # what is mixed is asked of the group already
+            return
         for handle in self._handles:
             handle.remove()
-
-        def share(layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
-            return self._normalised(group.moments, layer, args, kwargs)
-
         self._handles = []
         for layer, _, _ in self._layers:
-            self._handles.append(layer.register_forward_pre_hook(share, with_kwargs=True))
+            self._handles.append(
+                layer.register_forward_pre_hook(self._normalised, with_kwargs=True)
+            )
             self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
 
     @contextmanager
@@ -99,6 +98,15 @@ class BatchStatistics:
         finally:
             self._rows = None
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """A batch is what this rank alone has of it, inside the context."""
+        group, self._group = self._group, ALONE
+        try:
+            yield
+        finally:
+            self._group = group
+
     def remove(self) -> None:
         """Take the hooks off and set every flag as it was."""
         for handle in self._handles:
@@ -108,22 +116,26 @@ class BatchStatistics:
 
     def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
         if self._rows is not None:
-            return self._normalised(partial(_moments, self._rows), layer, args, kwargs)
+            return self._normalised(layer, args, kwargs)
         x = _input(args, kwargs)
         values = x.numel() // x.shape[1]
         layer.training = (self.active and values > 1) or layer.running_mean is None
         return None
 
-    def _normalised(self, moments: Moments, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
-        """The layer's input, normalised by these moments; the layer itself then only scales it."""
+    def _normalised(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+        """The layer's input, normalised over some rows or all ranks; the layer then only scales."""
         mean, var = layer.running_mean, layer.running_var
         layer.training = mean is None and not self.active
         if not self.active:
             return None
         x = _input(args, kwargs)
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        batch_var, batch_mean, values = moments(wide, axes)
+        wide = _widened(x)
+        batch_var, batch_mean, values = (
+            self._group.moments(wide, axes)
+            if self._rows is None
+            else _moments(wide, axes, self._rows)
+        )
         if mean is not None and var is not None:
             batch_mean = torch.where(values > 1, batch_mean, mean)
             batch_var = torch.where(values > 1, batch_var, var)
@@ -147,7 +159,7 @@ class BatchStatistics:
         layer._fata_running = (mean, var)  # type: ignore[assignment]
         x = _input(args, kwargs).detach()
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        batch_var, batch_mean = torch.var_mean(x.float(), axes, correction=0)
+        batch_var, batch_mean, _ = self._group.moments(_widened(x), axes)
         layer.running_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
         layer.running_var = torch.lerp(batch_var.to(var.dtype), var, self._share)
 
@@ -158,7 +170,7 @@ class BatchStatistics:
             layer.running_mean, layer.running_var = running
 
 
-def _moments(rows: Tensor, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _moments(x: Tensor, axes: list[int], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Variance and mean of some rows, and of how many values they are."""
     weight = rows.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
     values = weight.sum() * x[0, 0].numel()
@@ -169,3 +181,8 @@ def _moments(rows: Tensor, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, 
 
 def _input(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else next(iter(kwargs.values()))
+
+
+def _widened(x: Tensor) -> Tensor:
+    """In full precision."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -28,6 +28,8 @@ class Pixels:
         """Pixels of images; refuses images that are plainly not in [0, 1]."""
         if self.mean is not None and self.std is not None:
             images = images * self._column(self.std, images) + self._column(self.mean, images)
+        if not len(images):  # of a rank that has no rows
+            return images
         low, high = images.amin().item(), images.amax().item()
         if low < -0.1 or high > 1.1:
             raise ValueError(
@@ -49,10 +51,15 @@ class Pixels:
 
 
 class Draw:
-    """Scalars from a generator on the CPU."""
+    """Scalars from a generator on the CPU, and noise for the rows of a batch.
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
+    Args:
+        generator: of the draws.
+        place: how many rows the batch has on all ranks, and which are here; None: all are.
+    """
+
+    def __init__(self, generator: torch.Generator, place: tuple[int, slice] | None = None) -> None:
+        self.generator, self.place = generator, place
 
     def uniform(self, low: float, high: float) -> float:
         """A number in [low, high)."""
@@ -71,5 +78,6 @@ class Draw:
         return torch.randperm(n, generator=self.generator).tolist()
 
     def normal(self, like: Tensor) -> Tensor:
-        """Standard normal noise of a tensor's shape."""
-        return torch.randn(like.shape, generator=self.generator).to(like)
+        """Standard normal noise of a tensor's shape; drawn for all ranks."""
+        rows, here = self.place or (len(like), slice(None))
+        return torch.randn(rows, *like.shape[1:], generator=self.generator)[here].to(like)

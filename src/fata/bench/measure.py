@@ -56,7 +56,7 @@ def measure(
         seen += len(batch.images)
         if time.perf_counter() - told > 0.5:  # a figure waits for the device
             told = time.perf_counter()
-            tick(seen, right.item() / sum(map(len, index)))
+            tick(seen, right.item() / max(1, sum(map(len, index))))  # a rank may have had none
     columns = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     rows = Rows(*(group.whole(column, torch.cat(index), seen) for column in columns))
     counts = adapter.counts

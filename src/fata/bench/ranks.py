@@ -17,7 +17,6 @@ from fata.bench.cell import Cell
 from fata.bench.grid import GridError
 from fata.bench.run import Task
 from fata.bench.workshop import Workshop
-from fata.methods import parse
 
 
 def join(device: str) -> tuple[dist.ProcessGroup | None, str]:
@@ -36,7 +35,7 @@ def check(group: dist.ProcessGroup | None, cells: Sequence[Cell]) -> None:
     """Refuse cells whose batches cannot be shared."""
     for cell in cells:
         try:
-            check_group(group, parse(cell.method)[0], cell.speed)
+            check_group(group, cell.speed)
         except ValueError as error:
             raise GridError(f"under torchrun: {error}") from error
 

@@ -73,18 +73,20 @@ class Cotta(OwnStep):
         """Ask the teacher, learn from it, move it, restore."""
         if self.augment is None:
             Pixels(self.mean, self.std).of(images)  # not only when the first view is made
-        state, source = engine.state, engine.source
+        state, source, group = engine.state, engine.source, engine.group
+        rows = group.rows(len(images))
         student, teacher = state.theta, self.answering(engine)
         with engine.theta.at(source, back=student):
-            sure = engine.predict(images).softmax(1).amax(1).mean() >= self.threshold
+            confidence = engine.predict(images).softmax(1).amax(1)
+            sure = group.mean(confidence) >= self.threshold
         with engine.theta.at(teacher, back=student):
             target = engine.predict(images) if sure else self._averaged(engine, images)
         with torch.enable_grad():
             logits = engine.forward(images)
             loss = soft_cross_entropy(logits, target) + soft_cross_entropy(target, logits)
-            gradient = engine.theta.gradient(loss.mean() / 2)
-        state.count(host=len(images), rows_backward=len(images))
-        engine.update(gradient, engine.rate(len(images)), nesterov=True)
+            gradient = group.sum(engine.theta.gradient(loss.sum() / rows / 2))
+        state.count(host=rows, rows_backward=len(images))
+        engine.update(gradient, engine.rate(rows), nesterov=True)
         state.host = {"teacher": self.decay * teacher + (1 - self.decay) * state.theta}
         draws = torch.rand(
             source.shape, generator=engine.generator("restore"), device=source.device
@@ -98,11 +100,13 @@ class Cotta(OwnStep):
         if augment is None:
             from fata.views import cotta_view  # torchvision takes seconds to import
 
-            space, draw = Pixels(self.mean, self.std), Draw(engine.generator("views", "cpu"))
+            place = engine.group.place(len(images))
+            draw = Draw(engine.generator("views", "cpu"), place)
+            space = Pixels(self.mean, self.std)
             pixels = space.of(images)
 
             def augment(_: Tensor) -> Tensor:
                 return space.back(cotta_view(pixels, draw))
 
-        views = (engine.predict(augment(images)) for _ in range(self.views))
-        return torch.stack(list(views)).mean(0)
+        views = (augment(images) if len(images) else images for _ in range(self.views))
+        return torch.stack([engine.predict(view) for view in views]).mean(0)

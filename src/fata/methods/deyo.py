@@ -42,6 +42,7 @@ class Deyo(Method):
     shuffle: Callable[[int, int], Tensor] | None = None
 
     name: ClassVar[str] = "deyo"
+    looks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""

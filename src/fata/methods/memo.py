@@ -64,15 +64,21 @@ class Memo(OwnStep):
         return 1e-5 if vit else 2.5e-4
 
     def step(self, engine: Engine, images: Tensor) -> Tensor:
-        """Each image by itself, from the source and back to it."""
-        draw = Draw(engine.generator("views", "cpu"))
-        return torch.cat([self._one(engine, image[None], draw) for image in images])
+        """Each image by itself, from the source and back to it: no rank needs another."""
+        rows, here = engine.group.place(len(images))
+        engine.state.count(host=rows, stepped=rows)
+        with engine.apart():
+            if not len(images):
+                return engine.predict(images)
+            numbered = zip(range(rows)[here], images, strict=True)
+            return torch.cat([self._one(engine, image[None], row) for row, image in numbered])
 
-    def _one(self, engine: Engine, image: Tensor, draw: Draw) -> Tensor:
+    def _one(self, engine: Engine, image: Tensor, row: int) -> Tensor:
+        draw = Draw(engine.generator(f"views of row {row}", "cpu"))
         views = self._views(image, draw)
         with torch.enable_grad():
             gradient = engine.theta.gradient(marginal_entropy(engine.forward(views)))
-        engine.state.count(host=1, rows_backward=len(views), stepped=1)
+        engine.state.count(rows_backward=len(views))
         with engine.theta.at(self._descend(engine, gradient), back=engine.source):
             return engine.predict(image)
 

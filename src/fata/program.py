@@ -78,7 +78,7 @@ class Program:
         return outputs
 
     def _record(self, given: Sequence[Tensor]) -> None:
-        graph, own = torch.cuda.CUDAGraph(), [_own(tensor) for tensor in given]
+        graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
@@ -88,11 +88,15 @@ class Program:
         else:
             self._graph, self._inputs = graph, own
 
+    def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
+        own = (channels_last(tensor) if self.compiles else tensor for tensor in given)
+        return [tensor.clone(memory_format=torch.preserve_format) for tensor in own]
+
     def _compile(self, given: Sequence[Tensor]) -> None:
         begun = time.perf_counter()
         print(f"fata: compiling {self.name} ... ", end="", file=sys.stderr, flush=True)
         try:
-            self._flat = compiled(self._plain, [_own(tensor) for tensor in given])
+            self._flat = compiled(self._plain, self._own(given))
         except Exception as error:  # the compiler's own are of many kinds
             _left("compiled", error)
         print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
@@ -115,10 +119,6 @@ def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
 def channels_last(tensor: Tensor) -> Tensor:
     """The same values in the order that convolutions are fastest with."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
-
-
-def _own(tensor: Tensor) -> Tensor:
-    return channels_last(tensor).clone(memory_format=torch.preserve_format)
 
 
 def _left(what: str, error: Exception) -> None:

@@ -35,7 +35,7 @@ from fata.selection import Selection
 from fata.tap import Answer, answering
 from fata.updates import ascend, either, sgd
 
-LARGE = 1_000_000  # parameters from which on a network is worth compiling
+LARGE = 5_000_000  # parameters from which on a network is worth compiling
 FEW, MANY = 4, 8  # parts of a batch that there are programs for: of a large network, of a small one
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
+WAIT = 60  # seconds, for others that write
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cells (
     key TEXT PRIMARY KEY,
@@ -55,10 +57,9 @@ class Store:
                 f"{self.path} is a folder: give a file, such as {self.path}/results.db."
             )
         with self._errors():
-            self._connection = sqlite3.connect(self.path, timeout=60, isolation_level=None)
-            self._connection.execute("PRAGMA busy_timeout = 60000")
+            self._connection = sqlite3.connect(self.path, timeout=WAIT, isolation_level=None)
             self._check_version()
-            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._write_ahead()
             self._connection.execute("BEGIN IMMEDIATE")  # others see both of these, or neither
             self._connection.execute(_SCHEMA)
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
@@ -100,6 +101,19 @@ class Store:
     def close(self) -> None:
         """Fold the journal into the file."""
         self._connection.close()
+
+    def _write_ahead(self) -> None:
+        """Keep a journal beside the file. SQLite itself does not wait for others to let it."""
+        until = time.monotonic() + WAIT
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+            else:
+                return
 
     def _check_version(self) -> None:
         self._connection.execute("BEGIN")  # one look at both

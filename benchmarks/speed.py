@@ -112,7 +112,7 @@ def _selected(adapter: fata.Adapter) -> dict[str, float]:
 
 def guarded(track: Track, spec: str) -> list[Line]:
     """A line a speed: a step with the guard over one without; how many rows it looks at."""
-    turn = fata.Guard().every * (RARELY if batch_norms(track.model) else 1)
+    turn = 2 * fata.Guard().every * (RARELY if batch_norms(track.model) else 1)
     fields, lines = track.fields(spec), []
     for speed in track.speeds:
         ways = {

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fata
 from fata import fast, program, tiny
+from fata.bench.measure import Clock
 from fata.methods import SPECS
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
@@ -118,8 +119,11 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
     plain = program.compiled
     monkeypatch.setattr(program, "compiled", lambda *a: compiled.append(a) or plain(*a))
     monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
-    same(expected, run(net, spec, "fast", "cpu", **fields), "cpu")
+    found = run(net, spec, "fast", "cpu", **fields)
+    same(expected, found, "cpu")
     assert len(compiled) >= 2
+    assert found[0].compile_seconds > 0
+    assert expected[0].compile_seconds == 0
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -200,6 +204,27 @@ def test_padding_costs_an_eighth_of_the_batch_at_most():
     exact, _ = run("resnet_gn", "eata+fata", "exact", "cpu", threshold=0.97, fata_threshold=0.95)
     limit = len(SIZES) * max(SIZES) / 8
     assert adapter.counts["rows_backward"] <= exact.counts["rows_backward"] + limit
+
+
+def test_what_compiling_takes_is_not_counted(monkeypatch):
+    times = iter([0.0, 1.0, 10.0, 14.0, 20.0, 21.0])
+    monkeypatch.setattr("fata.bench.measure.time.perf_counter", lambda: next(times))
+    clock = Clock(torch.device("cpu"))
+    for apart in (0.0, 3.0, 3.0):
+        clock.start()
+        clock.stop(apart)
+    assert clock.read() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_gpu_with_bfloat16_is_fast_by_default(device):
+    assert fata.adapt(build("resnet_gn").to(device), "tent").speed == "fast"
+    assert fata.adapt(build("resnet_gn").to(device).double(), "tent").speed == "exact"
+
+
+def test_the_cpu_is_exact_by_default():
+    assert fata.adapt(build("resnet_gn"), "tent").speed == "exact"
+    assert fata.adapt(build("resnet_gn"), "tent", speed="fast").speed == "fast"
 
 
 def test_another_speed_is_an_error():

@@ -226,6 +226,18 @@ def test_batches_of_one_image_are_too_small_to_normalise_with():
     assert [event.action for event in adapter.guard.events] == ["running"]
 
 
+def test_once_it_went_well_for_long_it_looks_half_as_often(monkeypatch):
+    monkeypatch.setattr("fata.guard.SETTLED", 8)
+    monkeypatch.setattr("fata.guard.ALARM", 1.0)  # never
+    adapter = fata.adapt(build("vit_ln"), "tent", guard=fata.Guard(every=4), lr=1e-6)
+    looked = []
+    for images in batches(24, rows=BRIEF):
+        before = adapter.counts["rows_witness"]
+        adapter(images)
+        looked.append(adapter.counts["rows_witness"] > before)
+    assert [n for n, look in enumerate(looked) if look] == [1, 2, 4, 6, 8, 16]
+
+
 def test_many_answers_of_one_class_call_for_a_look(monkeypatch):
     """Between two looks, and not at every batch; where no class has many, there are no more."""
     looks = {}

@@ -68,7 +68,8 @@ class Adapter(nn.Module):
             other settings; None or False: nobody does.
         seed: of the adapter's own draws; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16 and
-            recorded passes).
+            recorded, compiled passes). None: `fast` for a float32 model on a GPU that has
+            bfloat16, else `exact`.
         group: ranks of `torch.distributed` that share every batch, each with an adapter made
             alike; None: this process alone. See below.
 
@@ -96,7 +97,7 @@ class Adapter(nn.Module):
         fisher_data: FisherData | None = None,
         guard: Guard | bool | None = None,
         seed: int = 0,
-        speed: str = "exact",
+        speed: str | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
@@ -109,6 +110,7 @@ class Adapter(nn.Module):
         check_rate(lr)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r}: must be a whole number.")
+        speed = default_speed(model, group) if speed is None else speed
         if speed not in SPEEDS:
             raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
         check_group(group, speed)
@@ -214,6 +216,16 @@ class Adapter(nn.Module):
     def name(self) -> str:
         """Name of the method, such as `eata+fata`."""
         return spec_of(describe(self.method), describe(self.plus) if self.plus else None)
+
+    @property
+    def speed(self) -> str:
+        """How its passes are run: `exact` or `fast`."""
+        return next(name for name, kind in SPEEDS.items() if type(self._live()) is kind)
+
+    @property
+    def compile_seconds(self) -> float:
+        """How long compiling took so far; it is no part of adapting."""
+        return self._live().compile_seconds
 
     @property
     def layer(self) -> str | None:
@@ -401,7 +413,7 @@ def adapt(
     fisher_data: FisherData | None = None,
     guard: Guard | bool | None = True,
     seed: int = 0,
-    speed: str = "exact",
+    speed: str | None = None,
     group: ProcessGroup | None = None,
     **fields: Any,
 ) -> Adapter:
@@ -416,7 +428,7 @@ def adapt(
         fisher_data: batches of clean images for EATA; see `Adapter`.
         guard: watches for a collapse; see `Adapter`. On, unless it is None or False.
         seed: of the adapter's own draws.
-        speed: `exact` or `fast`; see `Adapter`.
+        speed: `exact` or `fast`; None: what suits the device; see `Adapter`.
         group: ranks that share every batch, such as `torch.distributed.group.WORLD`; see `Adapter`.
         **fields: fields of the method or of `Fata`. One that both have is the method's;
             `fata_threshold=...` is the plug-in's.
@@ -488,6 +500,14 @@ def check_group(group: ProcessGroup | None, speed: str) -> None:
             "speed='fast' records passes, and what ranks tell each other cannot be recorded: give "
             "speed='exact' with a group."
         )
+
+
+def default_speed(model: nn.Module, group: ProcessGroup | None = None) -> str:
+    """`fast` where it is meant for: a float32 model on a GPU that has bfloat16, on its own."""
+    floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    devices = {p.device.type for p in model.parameters()}
+    suits = floats == {torch.float32} and devices == {"cuda"} and group is None
+    return "fast" if suits and torch.cuda.is_bf16_supported() else "exact"
 
 
 def _guard(guard: Guard | bool | None) -> Guard | None:

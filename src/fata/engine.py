@@ -132,6 +132,11 @@ class Engine:
         tensors = chain(self.model.parameters(), self.model.buffers())
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling took so far."""
+        return 0.0
+
     def fresh(self) -> State:
         """The state before the first batch."""
         return State(self.source, torch.zeros_like(self.source), self.seed)

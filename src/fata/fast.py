@@ -98,6 +98,11 @@ class FastEngine(Engine):
         super().move()
         self._forget()
 
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling took so far."""
+        return sum(program.compile_seconds for program, _ in self._programs.values())
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images; without a gradient, by a program."""
         if torch.is_grad_enabled():

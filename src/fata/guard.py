@@ -38,8 +38,8 @@ BRIEF = 64  # answers that a sign is averaged over to see what happens at once
 ALARM = 0.4  # share of one class among the latest answers that calls for a look
 EARLY = (1, 2, 4, 6)  # batches after which the first looks are
 DRASTIC = 0.05  # S that counts from the first batch on; a host may narrow a little as it begins
-SETTLED = 64  # batches after which the statistics of BatchNorm are looked at more rarely:
-RARELY = 4  # at every fourth look
+SETTLED = 64  # batches after which looks come half as often,
+RARELY = 4  # and the statistics of BatchNorm are looked at in every fourth of them
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
 
 
@@ -48,8 +48,9 @@ class Guard:
     """When to look, what is too much, and what follows.
 
     Args:
-        every: batches between two looks at the source model's answers; the first come sooner, as
-            do looks at small batches, and at ever more answers of one class.
+        every: batches between two looks at the source model's answers, half as often once 64 went
+            well; the first come sooner, as do looks at small batches, and at ever more answers
+            of one class.
         rows: how many answers a sign is averaged over to see what happens slowly.
         narrowing: the S, beyond doubt, above which the model is taken back.
         neglect: the N, beyond doubt, above which it is.
@@ -171,6 +172,7 @@ class Watch:
             return
         rows = group.rows(len(images))
         interval = min(self.guard.every, max(2, self.guard.every * rows // BRIEF))
+        interval *= 2 if watched.since > SETTLED else 1
         since, alarmed = watched.since, self._alarm.read(state.guard.get("latest"))
         due = since in EARLY or (since and not since % interval)
         due = due or (alarmed and since - watched.last > 1)

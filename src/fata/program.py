@@ -43,6 +43,7 @@ class Program:
     pool: Any
     name: str
     compiles: bool
+    compile_seconds: float = 0.0
     _flat: Flat | None = None  # compiled
     _calls: int = 0
     _graph: torch.cuda.CUDAGraph | None = None
@@ -99,7 +100,8 @@ class Program:
             self._flat = compiled(self._plain, self._own(given))
         except Exception as error:  # the compiler's own are of many kinds
             _left("compiled", error)
-        print(f"{time.perf_counter() - begun:.0f} s", file=sys.stderr, flush=True)
+        self.compile_seconds = time.perf_counter() - begun
+        print(f"{self.compile_seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:

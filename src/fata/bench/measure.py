@@ -7,6 +7,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def measure(
         images = loaded.preprocess.normalise(batch.images[part])
         clock.start()
         logits = adapter(images)
-        clock.stop()
+        clock.stop(adapter.compile_seconds)
         parts.append(_columns(logits, batch.labels[part], adapter.selected))
         right += parts[-1][0].eq(parts[-1][1]).sum()
         damaged += batch.damaged
@@ -69,6 +70,7 @@ def measure(
         "guard": [dataclasses.asdict(e) for e in adapter.guard.events] if adapter.guard else None,
         "macs": dataclasses.asdict(effective(counts, whole, tail)),
         "seconds": sum(times),
+        "compile_seconds": adapter.compile_seconds,
         "latency": {name: _quantile(times, share) for name, share in (("p50", 0.5), ("p95", 0.95))},
         "images_per_second": seen / sum(times),
         "peak_memory": _peak(device),
@@ -81,22 +83,33 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
         self._marks: list[Any] = []
+        self._apart = [0.0]
 
     def start(self) -> None:
         """A piece of work begins."""
         self._mark()
 
-    def stop(self) -> None:
-        """It is over (on a GPU: when the device gets there)."""
+    def stop(self, apart: float = 0.0) -> None:
+        """It is over (on a GPU: when the device gets there).
+
+        `apart` are the seconds until now, in all, that do not count.
+        """
         self._mark()
+        self._apart.append(apart)
 
     def read(self) -> list[float]:
         """Seconds of each."""
         begun, over = self._marks[::2], self._marks[1::2]
+        pairs = zip(begun, over, strict=True)
         if self.cuda:
             torch.cuda.synchronize()
-            return [a.elapsed_time(b) / 1e3 for a, b in zip(begun, over, strict=True)]
-        return [b - a for a, b in zip(begun, over, strict=True)]
+            times = [a.elapsed_time(b) / 1e3 for a, b in pairs]
+        else:
+            times = [b - a for a, b in pairs]
+        return [
+            taken - (now - before)
+            for taken, (before, now) in zip(times, pairwise(self._apart), strict=True)
+        ]
 
     def _mark(self) -> None:
         if self.cuda:

@@ -1,6 +1,7 @@
 """The fast way gives what the exact one gives."""
 
 import functools
+import math
 import warnings
 
 import pytest
@@ -10,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fata
 from fata import fast, program, tiny
 from fata.bench.measure import Clock
+from fata.losses import entropy
 from fata.methods import SPECS
+from fata.selection import Selection
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
 DEVICES = [
@@ -26,8 +29,26 @@ SIZES = (16, 16, 16, 5, 16, 16)  # three times: run, record, replay
 
 
 def build(net):
+    """A network that is surer of some rows than of others."""
     torch.manual_seed(0)
-    return tiny.build(net)
+    model = tiny.build(net)
+    with torch.no_grad():
+        [m for m in model.modules() if isinstance(m, torch.nn.Linear)][-1].weight *= 4
+    return model
+
+
+def half_of_the_rows(net, spec):
+    """Thresholds that some rows pass and others do not; FATA's are not the host's."""
+    logits = fata.adapt(build(net), "norm")(batches("cpu")[0])
+    host, plus = (entropy(logits).quantile(q).item() / math.log(10) for q in (0.4, 0.6))
+    fields = {"threshold": host}
+    if "+fata" in spec:
+        fields["fata_threshold"] = plus
+    if "deyo" in spec:
+        fields["plpd_threshold"] = 0.0
+    if "eata" in spec:
+        fields["redundancy"] = 1.0
+    return fields
 
 
 @pytest.fixture(autouse=True)
@@ -81,11 +102,15 @@ def test_the_same_answers_and_the_same_state(net, spec, device, full_precision):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("net", NETS)
-def test_a_threshold_that_few_rows_pass(net, device, full_precision):
+@pytest.mark.parametrize("spec", ["eata", "eata+fata", "sar", "sar+fata", "deyo", "deyo+fata"])
+def test_some_rows_are_selected(net, spec, device, full_precision):
     """Rows are padded: what is added weighs nothing."""
-    fields = {"threshold": 0.97, "fata_threshold": 0.95}
-    one, other = (run(net, "sar+fata", speed, device, **fields) for speed in ("exact", "fast"))
+    fields = half_of_the_rows(net, spec)
+    one, other = (run(net, spec, speed, device, **fields) for speed in ("exact", "fast"))
     same(one, other, device)
+    counts = one[0].counts
+    assert all(0 < count < counts["seen"] for count in counts["selected"].values())
+    assert counts["stepped"] > 0
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -94,6 +119,41 @@ def test_half_precision_answers_nearly_the_same(net, device):
     one, other = (run(net, "eata+fata", speed, device)[1] for speed in ("exact", "fast"))
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+def test_batches_of_many_sizes_keep_few_programs():
+    fields = half_of_the_rows("resnet_gn", "eata+fata")
+    adapter = fata.adapt(build("resnet_gn"), "eata+fata", speed="fast", **fields)
+    for size in range(1, 70):
+        adapter(torch.rand(size, 3, 8, 8))
+    assert len(adapter._engine._programs) == fast.MOST
+
+
+class Random(fata.Method):
+    """Selects some rows by chance, and does not say that it draws."""
+
+    name = "random"
+
+    def select(self, batch, memory):
+        draws = torch.rand(len(batch.logits), generator=batch.generator)
+        return Selection(draws < 0.5, batch.entropy.new_ones(()))
+
+
+def test_a_method_that_draws_must_say_so():
+    adapter = fata.Adapter(build("resnet_gn"), Random(), speed="fast")
+    with pytest.raises(RuntimeError, match="looks = True"):
+        adapter(batches("cpu")[0])
+
+    class Honest(Random):
+        looks = True
+
+    rows = []
+    for speed in ("exact", "fast"):
+        adapter = fata.Adapter(build("resnet_gn"), Honest(), speed=speed)
+        adapter(batches("cpu")[0])
+        rows.append(adapter.selected["random"])
+    assert rows[0].any()
+    assert torch.equal(*rows)
 
 
 @pytest.mark.parametrize("net", NETS)
@@ -110,7 +170,7 @@ def test_nothing_selected_moves_nothing(net):
 )
 def test_compiled_programs_give_the_same(net, spec, monkeypatch):
     """Traced through the model, the loss and the way back; the compiler's last part left out."""
-    fields = {"threshold": 0.97, "fata_threshold": 0.95}
+    fields = half_of_the_rows(net, spec)
     expected = run(net, spec, "fast", "cpu", **fields)
     whole = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(program.torch, "compile", whole)
@@ -130,7 +190,8 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spec", ["tent+fata", "eata+fata"])
 def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device, monkeypatch):
-    adapter, _ = run(net, spec, "fast", device, fata_threshold=0.95, guard=None)
+    fields = {name: v for name, v in half_of_the_rows(net, spec).items() if "fata" in name}
+    adapter, _ = run(net, spec, "fast", device, guard=None, **fields)
     images, waits = batches(device)[0], []
     counted = fast.FastEngine._counted
 
@@ -155,7 +216,7 @@ def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device,
 
 @pytest.mark.parametrize("spec", ["eata+fata", "sar+fata", "deyo+fata"])
 def test_joint_statistics(spec):
-    fields = {"bn_stats": "joint", "threshold": 0.97, "fata_threshold": 0.95}
+    fields = {"bn_stats": "joint", **half_of_the_rows("resnet_bn", spec)}
     same(*(run("resnet_bn", spec, speed, "cpu", **fields) for speed in ("exact", "fast")), "cpu")
 
 
@@ -168,10 +229,9 @@ class Recording(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("threshold", [0.4, 0.97])
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spec", [s for s in SPECS if s[:4] in ("eata", "sar", "sar+", "deyo")])
-def test_programs_wait_for_nothing_and_call_no_other(net, spec, threshold, monkeypatch):
+def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
     plain, inside = program.Program._plain, []
 
     def recorded(self, *given):
@@ -184,7 +244,7 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, threshold, monke
             inside.pop()
 
     monkeypatch.setattr(program.Program, "_plain", recorded)
-    adapter, _ = run(net, spec, "fast", "cpu", threshold=threshold)
+    adapter, _ = run(net, spec, "fast", "cpu", **half_of_the_rows(net, spec))
     assert adapter._engine._programs
 
 
@@ -200,8 +260,10 @@ def test_a_row_that_is_not_finite_gets_the_plain_models_answer():
 
 
 def test_padding_costs_an_eighth_of_the_batch_at_most():
-    adapter, _ = run("resnet_gn", "eata+fata", "fast", "cpu", threshold=0.97, fata_threshold=0.95)
-    exact, _ = run("resnet_gn", "eata+fata", "exact", "cpu", threshold=0.97, fata_threshold=0.95)
+    fields = half_of_the_rows("resnet_gn", "eata+fata")
+    adapter, exact = (
+        run("resnet_gn", "eata+fata", speed, "cpu", **fields)[0] for speed in ("fast", "exact")
+    )
     limit = len(SIZES) * max(SIZES) / 8
     assert adapter.counts["rows_backward"] <= exact.counts["rows_backward"] + limit
 

@@ -117,6 +117,7 @@ class Engine:
         self.fisher: Tensor | None = None
         self.group: Alone = ALONE
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
+        self.compile_seconds = 0.0
         self.state = self.fresh()
         self.watch = Watch(guard, self) if guard and self._drifts() else None
 
@@ -131,11 +132,6 @@ class Engine:
         """Where the model is."""
         tensors = chain(self.model.parameters(), self.model.buffers())
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-    @property
-    def compile_seconds(self) -> float:
-        """What compiling took so far."""
-        return 0.0
 
     def fresh(self) -> State:
         """The state before the first batch."""

@@ -16,6 +16,7 @@ CPU programs run as they are, in the model's own precision.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,7 +29,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, Pass, Terms
-from fata.method import Batch, Memory
+from fata.method import BLIND, Batch, Memory
 from fata.norms import norm_layers
 from fata.program import Program, channels_last
 from fata.selection import Selection
@@ -36,6 +37,7 @@ from fata.tap import Answer, answering
 from fata.updates import ascend, either, sgd
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
+MOST = 64  # programs that are kept, where batches are of many sizes
 FEW, MANY = 4, 8  # parts of a batch that there are programs for: of a large network, of a small one
 
 
@@ -85,7 +87,7 @@ class Moved(NamedTuple):
 class FastEngine(Engine):
     """An engine whose passes are programs."""
 
-    _programs: dict[object, tuple[Program, dict[str, int | Tensor]]]
+    _programs: OrderedDict[object, tuple[Program, dict[str, int | Tensor]]]  # the latest last
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -97,11 +99,6 @@ class FastEngine(Engine):
         """Follow the model to another device, where everything is recorded anew."""
         super().move()
         self._forget()
-
-    @property
-    def compile_seconds(self) -> float:
-        """What compiling took so far."""
-        return sum(program.compile_seconds for program, _ in self._programs.values())
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images; without a gradient, by a program."""
@@ -187,7 +184,7 @@ class FastEngine(Engine):
             return []
         if self._channels is None:
             with torch.no_grad():
-                z = self.tap.feature(images).z
+                z = self.tap.feature(images[:1]).z
             self._channels = z.shape[channel_axis(z, self.tap.target)]
         draws = self.generator("plus")
         return [*self.plus.draw(self._rows, self._channels, draws, images.device)]
@@ -300,18 +297,21 @@ class FastEngine(Engine):
         """Run a program; it counts the rows that it passes, and may leave weights in the model."""
         tensors, spec = tree_flatten(given)
         active = self.statistics is None or self.statistics.active
-        at = (name, active, spec, *(tensor.shape for tensor in tensors))
-        if at not in self._programs:
+        at = (name, active, spec, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        if at in self._programs:
+            program, _ = self._programs[at]
+            self._programs.move_to_end(at)
+        else:
+            while len(self._programs) >= MOST:
+                self._programs.popitem(last=False)
             after = self.theta.write if leaves else None
             what = f"{name} of {len(tensors[0])} rows"
             program = Program(self._in_half(function), spec, after, self._pool, what, self._large)
-            with self.counted_apart() as counts:
-                outcome = program(tensors)
-            self._programs[at] = program, counts
-        else:
-            program, counts = self._programs[at]
-            with self.counted_apart():
-                outcome = program(tensors)
+        before = program.compile_seconds
+        with self.counted_apart() as passed:
+            outcome = program(tensors)
+        self.compile_seconds += program.compile_seconds - before
+        _, counts = self._programs.setdefault(at, (program, passed))
         self.state.count(**counts)
         return outcome
 
@@ -327,7 +327,7 @@ class FastEngine(Engine):
         return halved
 
     def _forget(self) -> None:
-        self._programs = {}
+        self._programs = OrderedDict()
         on_gpu = self.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
@@ -337,12 +337,12 @@ class FastEngine(Engine):
 
 
 def _no_look(images: Tensor) -> NoReturn:
-    raise RuntimeError("a method whose `select` looks at other images must say `looks = True`.")
+    raise RuntimeError(BLIND)
 
 
 def _blind(images: Tensor, logits: Tensor) -> Batch:
     """A batch as a program may see it."""
-    return Batch(images, logits, _no_look, 0)
+    return Batch(images, logits, _no_look, None)
 
 
 def _told(first: Pass, terms: Terms) -> Told:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Memory = dict[str, Tensor]
 
+BLIND = "a method whose `select` looks at other images or draws must say so: looks = True."
+
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
@@ -28,7 +30,7 @@ class Batch:
     images: Tensor
     logits: Tensor  # (B, C), full precision, no graph
     look: Callable[[Tensor], Tensor]  # logits of other images, same weights, no gradient
-    seed: int  # for this method's draws on this batch
+    seed: int | None  # for this method's draws on this batch; None: it must not draw
     group: Alone = ALONE  # who has the batch's other rows
 
     @property
@@ -60,6 +62,8 @@ class Batch:
     @property
     def generator(self) -> torch.Generator:
         """A new generator for the method's draws: the same ones each time it is asked for."""
+        if self.seed is None:
+            raise RuntimeError(BLIND)
         return torch.Generator(self.logits.device).manual_seed(self.seed)
 
     def at(self, index: Tensor) -> Batch:
@@ -78,7 +82,7 @@ class Method:
     name: ClassVar[str]
     params: ClassVar[str | None] = "truncated"  # None: nothing adapts
     batch_statistics: ClassVar[bool] = True  # BatchNorm on the batch at hand; else running ones
-    looks: ClassVar[bool] = False  # `select` looks at other images, or waits for values
+    looks: ClassVar[bool] = False  # `select` looks at other images, draws, or waits for values
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""

@@ -172,6 +172,7 @@ class BatchStatistics:
 
 def _moments(x: Tensor, axes: list[int], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Variance and mean of some rows, and of how many values they are."""
+    rows = rows.repeat(len(x) // len(rows))  # clean and augmented ones share a pass
     weight = rows.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
     values = weight.sum() * x[0, 0].numel()
     mean = (weight * x).sum(axes, keepdim=True) / values

@@ -89,15 +89,11 @@ def same(one, other, device):
             torch.testing.assert_close(tensor, other[0].state_dict()[name], **limits)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", DEVICES[1:])  # on the CPU: fata.check
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spec", [s for s in SPECS if s not in ("cotta", "memo")])
 def test_the_same_answers_and_the_same_state(net, spec, device, full_precision):
-    one, other = (run(net, spec, speed, device) for speed in ("exact", "fast"))
-    same(one, other, device)
-    wanted = ("seen", "stepped", "selected")
-    if device == "cpu":
-        assert {k: one[0].counts[k] for k in wanted} == {k: other[0].counts[k] for k in wanted}
+    same(*(run(net, spec, speed, device) for speed in ("exact", "fast")), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -266,6 +266,14 @@ def gradient_modes_do_not_matter(case: Case) -> None:
         _ensure_equal(_run(adapter, case.stream()), expected, "answers in inference_mode")
 
 
+def fast_gives_the_same(case: Case) -> None:
+    """Programs over padded rows answer, and learn, as the exact way does."""
+    exact, fast = case.adapter(speed="exact"), case.adapter(speed="fast")
+    _ensure_close(_run(fast, case.stream()), _run(exact, case.stream()), "answers of speed='fast'")
+    counts = [{name: a.counts[name] for name in ("stepped", "selected")} for a in (exact, fast)]
+    _ensure(counts[0] == counts[1], f"speed='fast' counts {counts[1]}, and 'exact' {counts[0]}")
+
+
 def frozen_changes_nothing(case: Case) -> None:
     """Inside `frozen` the adapter predicts, and its state stays as it is."""
     adapter = case.adapter()
@@ -351,6 +359,7 @@ CHECKS: tuple[Callable[[Case], None], ...] = (
     host_is_itself_beside_fata,
     order_of_rows_does_not_matter,
     gradient_modes_do_not_matter,
+    fast_gives_the_same,
     frozen_changes_nothing,
     unwrap_leaves_a_plain_model,
     global_generator_is_left_alone,

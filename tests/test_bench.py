@@ -61,7 +61,7 @@ def cells_of(**fields):
 
 def lasting(store):
     """What two runs of the same cells must agree on."""
-    timed = ("seconds", "latency", "images_per_second", "peak_memory")
+    timed = ("seconds", "compile_seconds", "latency", "images_per_second", "peak_memory")
     return {
         record.key: {k: v for k, v in record.result.items() if k not in timed} for record in store
     }
@@ -354,6 +354,28 @@ def test_processes_give_what_one_gives(tmp_path, workshop):
         for store in (one, two)
     ]
     assert figures[0] == figures[1]
+
+
+def test_fast_cells_alike_share_an_adapter_and_what_it_recorded(monkeypatch):
+    def cell(seed, speed="fast", method="sar+fata"):
+        at = ("contrast" if seed else "fog",)
+        return Cell(
+            "mini_resnet_gn", "embedded", "normal", at, 5, method, seed, 16, 48, speed=speed
+        )
+
+    def told(workshop, cells):
+        results = [workshop.run(one, lambda *_: None) for one in cells]
+        return [(r["accuracy"], r["counts"], r["classes"]) for r in results]
+
+    made, real = [], Cell.adapter
+    monkeypatch.setattr(Cell, "adapter", lambda *a, **k: made.append(a[0]) or real(*a, **k))
+    alone = [told(Workshop(), [one])[0] for one in (cell(0), cell(1), cell(1))]
+    made.clear()
+    workshop = Workshop()
+    assert told(workshop, [cell(0), cell(1), cell(1)]) == alone
+    assert len(made) == 1
+    told(workshop, [cell(0, "exact"), cell(0, method="tent"), cell(0, method="tent")])
+    assert len(made) == 3
 
 
 def test_a_workshop_sent_to_a_process_sets_the_precision_there():

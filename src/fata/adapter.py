@@ -294,10 +294,14 @@ class Adapter(nn.Module):
 
     # -- state --------------------------------------------------------------------------------
 
-    def reset(self) -> None:
-        """Back to the source model, bit for bit, and to the first batch."""
+    def reset(self, seed: int | None = None) -> None:
+        """Back to the source model, bit for bit, and to the first batch; draws by another `seed`.
+
+        What was recorded and compiled stays.
+        """
         engine = self._live()
         with self._turns, torch.inference_mode(False):
+            engine.seed = engine.seed if seed is None else seed
             engine.state = engine.fresh()
             engine.selected = None
             engine.theta.write(engine.source)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fata import zoo
+from fata.adapter import Adapter
 from fata.bench.cell import FISHER_IMAGES, Cell
 from fata.bench.measure import Tick, measure
 from fata.bench.shelf import Shelf, free_memory
@@ -54,6 +55,7 @@ class Workshop:
     )
     _shelf: Shelf | None = field(default=None, init=False, repr=False)
     _ahead: tuple[Cell, Future[Decoded]] | None = field(default=None, init=False, repr=False)
+    _last: tuple[tuple[Any, ...], Adapter] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """On a GPU matrix products are in TF32, as convolutions are by default."""
@@ -68,6 +70,7 @@ class Workshop:
     def model(self, name: str) -> Loaded:
         """A model, on the device; one at a time. `vit_base@sar`: by that protocol."""
         if name not in self._models:
+            self._leave()
             self._models.clear()
             asked = _WITH_PROTOCOL.fullmatch(name)
             if asked:
@@ -110,15 +113,35 @@ class Workshop:
         if following is not None and following.model == cell.model:
             self._look_ahead(following)
         device = torch.device(self.device)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # EATA without Fisher is in the protocol
-            adapter = cell.adapter(loaded, self._information(cell), self.group)
+        adapter = self._adapter(cell, loaded)
         try:
             batches = serve.batches(stream, decoded, device, self.skip_damaged)
             return measure(adapter, loaded, stream, batches, device, tick)
         finally:
             adapter.reset()
-            adapter.unwrap()
+            if cell.speed == "exact":
+                self._leave()
+
+    def _adapter(self, cell: Cell, loaded: Loaded) -> Adapter:
+        """A new one; of a fast cell the last one's, if it was alike: it has recorded its passes."""
+        settings = repr(sorted(cell.settings(loaded).items()))
+        clean = self.clean(cell)
+        at = (cell.model, cell.method, settings, cell.guard, clean and clean.spec)
+        if self._last is None or self._last[0] != at or cell.speed == "exact":
+            self._leave()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # no Fisher: that is in the protocol
+                made = cell.adapter(loaded, self._information(cell), self.group)
+            self._last = (at, made)
+        adapter = self._last[1]
+        adapter.reset(cell.seed)
+        return adapter
+
+    def _leave(self) -> None:
+        """The model without an adapter."""
+        if self._last is not None:
+            self._last[1].unwrap()
+            self._last = None
 
     def _begin(self, cell: Cell, stream: Stream) -> Callable[[], Decoded]:
         if self._shelf is None:

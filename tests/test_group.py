@@ -25,7 +25,7 @@ OWN_STEP = ("cotta", "memo")
 WITH_FATA = ("eata+fata", "sar+fata", "deyo+fata")
 CASES = [
     *(("resnet_gn", spec) for spec in SPECS),
-    *(("vit_ln", spec) for spec in (*WITH_FATA, *OWN_STEP)),
+    *(("vit_ln", spec) for spec in SPECS),
     *(("resnet_bn", spec) for spec in ("norm", "tent", *WITH_FATA, *OWN_STEP)),
     ("resnet_bn", "tent+fata joint"),
     *(("resnet_bn", f"{spec} unguarded") for spec in ("deyo+fata", "cotta")),

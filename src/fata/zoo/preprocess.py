@@ -73,14 +73,14 @@ class Preprocess:
 
     def view(self, image: Image.Image) -> Image.Image:
         """The same, still a picture."""
-        return self._middle(self._resized(image.convert("RGB"), self.resize, self.squash))
+        return self._middle(self._resized(as_rgb(image), self.resize, self.squash))
 
     def crop(self, image: Image.Image) -> Image.Image:
         """The middle of a picture that has its scale already, such as ImageNet-C's.
 
         Only one smaller than `size` is resized.
         """
-        image = image.convert("RGB")
+        image = as_rgb(image)
         if min(image.size) < self.size:
             image = self._resized(image, self.size, squash=False)
         return self._middle(image)
@@ -98,5 +98,12 @@ class Preprocess:
         return image.resize(shape, Image.Resampling[self.interpolation.upper()])
 
     def _middle(self, image: Image.Image) -> Image.Image:
+        if image.size == (self.size, self.size):
+            return image
         left, top = (round((side - self.size) / 2) for side in image.size)
         return image.crop((left, top, left + self.size, top + self.size))
+
+
+def as_rgb(image: Image.Image) -> Image.Image:
+    """The picture in RGB; itself where it is, for Pillow would copy it."""
+    return image if image.mode == "RGB" else image.convert("RGB")

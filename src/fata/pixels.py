@@ -47,7 +47,8 @@ class Pixels:
 
     @staticmethod
     def _column(values: Sequence[float], like: Tensor) -> Tensor:
-        return torch.tensor(values, device=like.device, dtype=like.dtype)[:, None, None]
+        column = torch.tensor(values, dtype=like.dtype)[:, None, None]
+        return column.to(like.device, non_blocking=True)  # made on a GPU it would be waited for
 
 
 class Draw:

@@ -124,12 +124,13 @@ def _taken(stream: Stream, lots: list[Lot], device: torch.device) -> Decoded:
             for row in rows[found < 0].tolist():
                 broken[row] = lot.broken[int(index[row])]
             order.append(rows[found >= 0])
-            pieces.append(lot.pixels[found[found >= 0].to(device)])
+            pieces.append(lot.pixels[found[found >= 0].to(device, non_blocking=True)])
         broken = dict(sorted(broken.items()))
         if len(met) == 1:
             yield pieces[0], broken
         else:
-            yield torch.cat(pieces)[torch.cat(order).argsort().to(device)], broken
+            back = torch.cat(order).argsort().to(device, non_blocking=True)
+            yield torch.cat(pieces)[back], broken
 
 
 def wanted(stream: Stream, number: int) -> Tensor:

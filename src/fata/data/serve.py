@@ -106,7 +106,7 @@ def read(
     Worker processes begin at once, before the first batch is asked for.
     """
     if workers is None:
-        workers = min(8, _cores(), count)
+        workers = min(16, _cores(), count)
     if not any(isinstance(source, Files) for source in sources):
         workers = 0
     loader = DataLoader(

@@ -91,11 +91,11 @@ def write(folder: Path, images: int) -> None:
 
 
 def picture(draws: torch.Generator) -> Image.Image:
-    """A random field with the spectrum of photographs, 1 / f, and its channels much alike."""
+    """A random field whose amplitudes fall much as those of photographs; channels are alike."""
     down, right = torch.fft.fftfreq(SIDE)[:, None], torch.fft.rfftfreq(SIDE)
     frequency = torch.hypot(down, right).clamp_min(1 / SIDE)
     noise = torch.randn(4, SIDE, SIDE, generator=draws)
-    field = torch.fft.irfft2(torch.fft.rfft2(noise) / frequency, s=(SIDE, SIDE))
+    field = torch.fft.irfft2(torch.fft.rfft2(noise) / frequency**1.3, s=(SIDE, SIDE))
     light, *colours = field / field.std((1, 2), keepdim=True)
     pixels = 128 + 50 * (light[..., None] + 0.3 * torch.stack(colours, 2))
     return Image.fromarray(pixels.clamp(0, 255).byte().numpy())

@@ -1,5 +1,7 @@
 """Pictures that several cells meet: from the shelf they are what they were live."""
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fata.bench.run import Task, Todo
 from fata.bench.shelf import Shelf
 from fata.bench.workshop import Workshop
 from fata.data import serve
+from fata.data.dataset import Files
 
 CPU = torch.device("cpu")
 SIZE = 32
@@ -64,9 +67,57 @@ def test_the_second_time_nothing_is_decoded(folder, monkeypatch):
     assert len(asked) == 1  # for the four that were not there
 
 
-def test_damaged_pictures_are_told_each_time(folder):
+def domains(folder):
+    """The same pictures as two domains that are on the disk."""
+    for name in ("a", "b"):
+        shutil.copytree(folder / "cat", folder / "of" / name / "0")
+        shutil.copytree(folder / "dog", folder / "of" / name / "1")
+    return f"folder:{folder / 'of'}"
+
+
+def test_a_new_domain_is_laid_in_as_it_passes(folder, monkeypatch):
+    data, read = fata.data.open(domains(folder)), []
+    once = Files.read
+    monkeypatch.setattr(Files, "read", lambda *args: read.append(args[1]) or once(*args))
+    stream, shelf = fata.stream(data, domains=["a"], batch_size=2), Shelf(2**30)
+    expected = list(stream.serve(workers=0))
+    left = serve.batches(stream, shelf.begin(stream, SIZE, CPU, 0)(), CPU, skip_damaged=False)
+    read.clear()
+    assert torch.equal(next(left).images, expected[0].images)
+    assert len(read) <= 6  # a batch is known to be not the last, and one is under way
+    left.close()
+    for asked in (10, 0):  # what was left in the middle is not there
+        read.clear()
+        same(seen(stream, shelf.begin(stream, SIZE, CPU, 0)()), expected)
+        assert len(read) == asked
+    other = fata.stream(data, domains=["b"], batch_size=2)
+    for asked in (10, 0):
+        read.clear()
+        same(seen(other, shelf.begin(other, SIZE, CPU, 0)()), list(other.serve(workers=0)))
+        assert len(read) == asked + 10
+
+
+def test_what_is_laid_in_is_not_decoded_ahead_as_well(folder):
+    spec = domains(folder)
+    cells = [
+        Cell("mini_resnet_bn", spec, "normal", (domain,), 5, method, 0)
+        for domain, method in (("a", "norm"), ("a", "tent"), ("b", "norm"))
+    ]
+    alone, ahead = ([Workshop(workers=0) for _ in cells], Workshop(workers=0))
+    expected = [one.run(cell, lambda *_: None) for one, cell in zip(alone, cells, strict=True)]
+    begun = []
+    for cell, then in zip(cells, (*cells[1:], None), strict=True):
+        result = ahead.run(cell, lambda *_: None, then)
+        begun.append(ahead._ahead is not None)
+        assert result["entropies"] == expected[cells.index(cell)]["entropies"]
+    assert begun == [False, True, False]
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_damaged_pictures_are_told_each_time(folder, made):
     (folder / "dog" / "2.png").write_bytes(b"none")
-    stream = fata.stream(fata.data.open(f"folder:{folder}"), domains=["fog"], batch_size=3)
+    data = fata.data.open(f"folder:{folder}" if made else domains(folder))
+    stream = fata.stream(data, domains=["fog" if made else "a"], batch_size=3)
     shelf = Shelf(2**30)
     for _ in range(2):
         decoded = shelf.begin(stream, SIZE, CPU, 0)()

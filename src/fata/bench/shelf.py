@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +15,7 @@ from fata.data import Dataset, Domain, Stream
 from fata.data.serve import Broken, Decoded, live, read, whole_rows
 
 _BATCH = 250
+Place = tuple[Dataset, Domain]
 Finish = Callable[[Tensor, Sequence[int]], Tensor]  # corrupts pictures of these numbers
 
 
@@ -25,10 +27,22 @@ class Lot:
     pixels: Tensor  # (N, 3, H, W) in [0, 1], on the device
     broken: Broken  # what is wrong with some, by number
 
+    @classmethod
+    def empty(cls, pictures: int, device: torch.device) -> Lot:
+        """For so many pictures."""
+        return cls(torch.full((pictures,), -1), torch.empty(0, device=device), {})
+
     @property
     def bytes(self) -> int:
         """What it takes."""
         return self.pixels.nbytes
+
+    def note(self, numbers: Tensor, broken: Broken, end: int) -> Tensor:
+        """The whole ones of some pictures, which will lie behind the first `end`."""
+        self.broken.update({int(numbers[row]): why for row, why in broken.items()})
+        whole = numbers[whole_rows(broken, len(numbers))]
+        self.row[whole] = torch.arange(end, end + len(whole))
+        return whole
 
     def add(
         self, parts: Sequence[Tensor], pictures: Decoded, finish: Finish, device: torch.device
@@ -37,12 +51,10 @@ class Lot:
         pieces = [self.pixels] if len(self.pixels) else []
         end = len(self.pixels)
         for part, (pixels, broken) in zip(parts, pictures, strict=True):
-            self.broken.update({int(part[row]): why for row, why in broken.items()})
-            whole = part[whole_rows(broken, len(part))]
+            whole = self.note(part, broken, end)
             if len(whole):
                 images = pixels.to(device, non_blocking=True).float().div_(255)
                 pieces.append(finish(images, whole.tolist()))
-                self.row[whole] = torch.arange(end, end + len(whole))
                 end += len(whole)
         if pieces:
             self.pixels = torch.cat(pieces)
@@ -57,19 +69,34 @@ class Shelf:
     """
 
     room: int
-    _lots: dict[tuple[Dataset, Domain], Lot] = field(default_factory=dict, repr=False)
+    _lots: dict[Place, Lot] = field(default_factory=dict, repr=False)
+    _coming: Place | None = field(default=None, repr=False)  # laid in as a stream passes
 
     def begin(
-        self, stream: Stream, size: int, device: torch.device, workers: int | None
+        self,
+        stream: Stream,
+        size: int,
+        device: torch.device,
+        workers: int | None,
+        ahead: bool = False,
     ) -> Callable[[], Decoded]:
         """Start to decode; the call of what is returned waits for it, in any thread.
 
-        It gives what `serve.live` does, from the shelf where it fits there.
+        It gives what `serve.live` does, from the shelf where it fits there. What is on the disk
+        as it is, and new here, comes live and is laid in as it passes: the model need not wait
+        for all of it. `ahead` of the model there is time to decode all.
         """
         needed = [wanted(stream, number) for number in range(len(stream.domains))]
         if sum(map(len, needed)) * 3 * size * size * 4 > self.room:
             decoded = live(stream, device, workers)
             return lambda: decoded
+        at = (stream.dataset, stream.domains[0])
+        once = len(needed) == 1 and len(needed[0]) == stream.images
+        if once and not ahead and not stream.dataset.made and at not in self._lots:
+            pictures = len(stream.dataset.of(at[1]).labels)
+            self._lots[at] = Lot.empty(pictures, device)  # keeps its place among the others
+            self._coming, decoded = at, live(stream, device, workers)
+            return lambda: self._laid_in(Lot.empty(pictures, device), at, stream, decoded)
         waiting = [
             self._begin(stream.dataset, domain, some, device, workers)
             for domain, some in zip(stream.domains, needed, strict=True)
@@ -88,8 +115,7 @@ class Shelf:
         at = (dataset, domain)
         lot = self._lots.pop(at, None)
         if lot is None:
-            row = torch.full((len(dataset.of(domain).labels),), -1)
-            lot = Lot(row, torch.empty(0, device=device), {})
+            lot = Lot.empty(len(dataset.of(domain).labels), device)
         self._lots[at] = lot
         known = torch.tensor(list(lot.broken), dtype=torch.int64)
         new = wanted[(lot.row[wanted] < 0) & ~torch.isin(wanted, known)]
@@ -106,9 +132,32 @@ class Shelf:
 
         return wait
 
+    def coming(self, stream: Stream) -> bool:
+        """Whether its pictures are laid in by another stream that passes."""
+        return [self._coming] == [(stream.dataset, domain) for domain in stream.domains]
+
+    def _laid_in(self, lot: Lot, at: Place, stream: Stream, decoded: Decoded) -> Decoded:
+        """What comes live; once all of it has passed, it is on the shelf."""
+        pieces: list[Tensor] = []
+        end = 0
+        try:
+            with closing(decoded):
+                for (first, last, _), (images, broken) in zip(stream.spans, decoded, strict=True):
+                    whole = lot.note(stream.index[first:last], broken, end)
+                    end += len(whole)
+                    pieces += [images] if len(whole) else []
+                    yield images, broken
+        finally:
+            self._coming = None
+        if pieces:
+            lot.pixels = torch.cat(pieces)
+        self._lots[at] = lot
+        self._make_room()
+
     def _make_room(self) -> None:
-        while sum(lot.bytes for lot in self._lots.values()) > self.room and len(self._lots) > 1:
-            del self._lots[next(iter(self._lots))]
+        for oldest in list(self._lots)[:-1]:  # listed at once: pictures are laid in ahead meanwhile
+            if sum(lot.bytes for lot in list(self._lots.values())) > self.room:
+                self._lots.pop(oldest, None)
 
 
 def _taken(stream: Stream, lots: list[Lot], device: torch.device) -> Decoded:

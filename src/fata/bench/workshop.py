@@ -143,18 +143,20 @@ class Workshop:
             self._last[1].unwrap()
             self._last = None
 
-    def _begin(self, cell: Cell, stream: Stream) -> Callable[[], Decoded]:
+    def _begin(self, cell: Cell, stream: Stream, ahead: bool = False) -> Callable[[], Decoded]:
         if self._shelf is None:
             self._shelf = Shelf(int(self.share * free_memory(torch.device(self.device))))
         size = self.model(cell.model).preprocess.size
-        return self._shelf.begin(stream, size, torch.device(self.device), self.workers)
+        return self._shelf.begin(stream, size, torch.device(self.device), self.workers, ahead)
 
     def _look_ahead(self, cell: Cell) -> None:
-        """Decode what a cell will meet, while another one runs."""
+        """Decode what a cell will meet, while another one runs that meets other pictures."""
         stream = cell.stream(self.data(cell.data, cell.model))
+        if self._shelf is not None and self._shelf.coming(stream):
+            return
         if any(isinstance(stream.dataset.of(domain), Files) for domain in stream.domains):
             pool = ThreadPoolExecutor(1)
-            self._ahead = (cell, pool.submit(self._begin(cell, stream)))
+            self._ahead = (cell, pool.submit(self._begin(cell, stream, ahead=True)))
             pool.shutdown(wait=False)
 
     def lacks_fisher(self, cell: Cell) -> bool:

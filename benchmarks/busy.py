@@ -112,6 +112,8 @@ def run(args: argparse.Namespace, folder: Path) -> Busy:
     """The adapter alone, the stream, and decoding alone."""
     torch.manual_seed(0)
     device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # as `fata bench` does
     loaded = load(args.model, device)
     data = fata.data.open(f"imagenet-c:{folder}", fit=loaded)
     name, severity = data.domains[0]

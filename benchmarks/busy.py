@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from PIL import Image
 from timm.data.imagenet_info import ImageNetInfo
-from torch import Tensor
 
 import fata
 from benchmarks import share as shares
@@ -48,7 +47,7 @@ from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 SIDE, QUALITY = 224, 90
 PICTURES = 256  # that differ; the other files are links to these
 SHARE = 0.4  # of the rows that a term selects
-TURNS = 2 * OFTEN  # batches that the adapter alone meets, after as many that compile it
+TURNS = 2 * OFTEN  # batches that the adapter alone meets on a GPU, after as many to compile it
 HELD = 8  # batches that differ among these; thresholds are set by them
 
 
@@ -125,15 +124,21 @@ def run(args: argparse.Namespace, folder: Path) -> Busy:
     fields = shares.settings(loaded.model, args.method, every, Share.of_all(SHARE))
     adapter = fata.adapt(loaded.model, args.method, guard=None, speed=args.speed, **fields)
 
-    turns = list(islice(cycle(held), min(len(stream), TURNS)))
+    def seconds(work: Callable[[], Any]) -> float:
+        wait(every)
+        begun, compiled = time.perf_counter(), adapter.compile_seconds
+        work()
+        wait(every)
+        return time.perf_counter() - begun - (adapter.compile_seconds - compiled)
+
+    turns = list(islice(cycle(held), TURNS if every.is_cuda else HELD))
     for images in turns if every.is_cuda else turns[:WARM]:
         adapter(images)
-    alone = seconds(lambda: [adapter(images) for images in turns], every)
-    before, compiling = adapter.counts["selected"], adapter.compile_seconds
-    taken = seconds(lambda: bench(adapter, loaded, stream, device, args.workers), every)
-    taken -= adapter.compile_seconds - compiling
+    alone = seconds(lambda: [adapter(images) for images in turns])
+    before = adapter.counts["selected"]
+    taken = seconds(lambda: bench(adapter, loaded, stream, device, args.workers))
     chosen = {term: count - before[term] for term, count in adapter.counts["selected"].items()}
-    decoding = seconds(lambda: [None for _ in stream.serve(device, workers=args.workers)], every)
+    decoding = seconds(lambda: [None for _ in stream.serve(device, workers=args.workers)])
     return Busy(
         stream.images / taken,
         sum(map(len, turns)) / alone,
@@ -154,15 +159,6 @@ def bench(
     decoded = shelf.begin(stream, loaded.preprocess.size, device, workers)()
     batches = serve.batches(stream, decoded, device, skip_damaged=False)
     measure(adapter, loaded, stream, batches, device, lambda *_: None)
-
-
-def seconds(work: Callable[[], Any], images: Tensor) -> float:
-    """What some work takes, until the device of the images is done."""
-    wait(images)
-    begun = time.perf_counter()
-    work()
-    wait(images)
-    return time.perf_counter() - begun
 
 
 def table(args: argparse.Namespace, found: Busy) -> str:

@@ -77,7 +77,7 @@ def test_a_line_a_method(call):
 
 
 @pytest.mark.parametrize(
-    ("net", "rounds", "looks"), [("resnet_gn", "3", 1 / 8), ("resnet_bn", "1", 5 / 32)]
+    ("net", "rounds", "looks"), [("resnet_gn", "3", 1 / 16), ("resnet_bn", "1", 5 / 64)]
 )
 def test_whole_turns_of_the_guards_looks(call, net, rounds, looks):
     turns = ["--rounds", rounds, "--batch", "64", "--speeds", "exact"]

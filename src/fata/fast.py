@@ -305,7 +305,7 @@ class FastEngine(Engine):
             while len(self._programs) >= MOST:
                 self._programs.popitem(last=False)
             after = self.theta.write if leaves else None
-            what = f"{name} of {len(tensors[0])} rows"
+            what = f"{name}, {len(tensors[0])} rows"
             program = Program(self._in_half(function), spec, after, self._pool, what, self._large)
         before = program.compile_seconds
         with self.counted_apart() as passed:

@@ -95,7 +95,7 @@ class Program:
 
     def _compile(self, given: Sequence[Tensor]) -> None:
         begun = time.perf_counter()
-        print(f"fata: compiling {self.name} ... ", end="", file=sys.stderr, flush=True)
+        print(f"fata: compiling a pass ({self.name}) ... ", end="", file=sys.stderr, flush=True)
         try:
             self._flat = compiled(self._plain, self._own(given))
         except Exception as error:  # the compiler's own are of many kinds

@@ -149,10 +149,10 @@ def adversary(scene: Scene, adapter: fata.Adapter, first: int = 0) -> Iterator[B
     """Every other batch, from the `first` on, is crafted against the model as it stands."""
     chunks = zip(*(some.split(BATCH) for some in scene.pixels(CORRUPTION)), strict=True)
     for number, (pixels, labels) in enumerate(chunks):
-        if number % 2 == first:
-            yield Batch(crafted(scene, adapter.model, pixels), None)
-        else:
+        if number % 2 != first:
             yield Batch(scene.normalise(pixels), labels)
+        elif adapter.adapted:  # one that learns nothing would not mind
+            yield Batch(crafted(scene, adapter.model, pixels), None)
 
 
 def adversary_late(scene: Scene, adapter: fata.Adapter) -> Iterator[Batch]:

@@ -114,7 +114,8 @@ def score(adapter: fata.Adapter, batches: Iterator[Batch]) -> tuple[dict[str, fl
 
 def still(scene: Scene) -> tuple[str, ...]:
     """Ways not to adapt."""
-    return ("source", "norm") if batch_norms(_same(scene).loaded.model) else ("source",)
+    model = fata.zoo.load(scene.model).model  # a scene that has loaded its own travels with it
+    return ("source", "norm") if batch_norms(model) else ("source",)
 
 
 def runs(scenes: Sequence[Scene], ordeals: Sequence[str], methods: Sequence[str]) -> list[Run]:

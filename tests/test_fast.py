@@ -191,11 +191,11 @@ def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device,
     images, waits = batches(device)[0], []
     counted = fast.FastEngine._counted
 
-    def waiting(engine):
+    def waiting(engine, *given):
         torch.cuda.set_sync_debug_mode("default")
         waits.append(1)
         try:
-            return counted(engine)
+            return counted(engine, *given)
         finally:
             torch.cuda.set_sync_debug_mode("error")
 
@@ -253,6 +253,23 @@ def test_a_row_that_is_not_finite_gets_the_plain_models_answer():
         answers.append([adapter(batch) for batch in images])
     for a, b in zip(*answers, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("net", ["resnet_gn", "vit_ln"])
+@pytest.mark.parametrize("spec", ["tent", "tent+fata", "eata+fata", "sar", "sar+fata"])
+def test_a_row_that_overflows_keeps_no_other_from_being_learned_from(net, spec):
+    fields = half_of_the_rows(net, spec) if "eata" in spec else {}
+    if "sar" in spec:
+        fields["threshold"] = 1.0  # most rows: the climb is part of the first pass
+    runs = []
+    for speed in ("exact", "fast"):
+        adapter = fata.adapt(build(net), spec, speed=speed, lr=0.01, guard=None, **fields)
+        images = batches("cpu")
+        for batch in images:
+            batch[0] *= 1e30  # finite, but its logits are not
+        runs.append((adapter, [adapter(batch)[1:] for batch in images]))
+    same(*runs, "cpu")
+    assert runs[0][0].counts["stepped"] == runs[1][0].counts["stepped"] == len(SIZES)
 
 
 def test_padding_costs_an_eighth_of_the_batch_at_most():

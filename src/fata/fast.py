@@ -61,6 +61,7 @@ class Told(NamedTuple):
     """What a program tells of a batch that it saw."""
 
     logits: Tensor
+    finite: Tensor  # rows
     host: Selection
     plus: Selection
     perturb: Sequence[Perturb]  # one, or none
@@ -125,33 +126,37 @@ class FastEngine(Engine):
         dense = self._dense() and not self.method.looks
         if dense and not sharp:
             moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
-            self._take(moved)
-            self.selected = told.host.rows, told.plus.rows
-            if self.coupled:
-                state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
-            else:
-                self._counted()
+        elif dense:
+            _, told = self._run("up", self._up, given, state.theta, leaves=True)
         else:
-            told = (
-                self._run("up", self._up, given, state.theta, leaves=True)[1]
-                if dense
-                else self._run("see", self._see, given)
-            )
-            terms = Terms(self._seen(images, told.logits), told.host, told.plus)
-            if self.method.looks:
-                terms = self._terms(terms.batch, state.host)
-            self._learn_from(terms, told.perturb, climbed=dense)
+            told = self._run("see", self._see, given)
+        terms = Terms(self._seen(images, told.logits), told.host, told.plus)
+        if self.method.looks:
+            terms = self._terms(terms.batch, state.host)
+        self.selected = terms.host.rows, terms.plus.rows
+        if self.coupled and dense and not sharp:
+            self._take(moved)
+            state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
+        else:
+            chosen, fine = self._counted(told.finite)
+            if dense and not (fine or self.coupled):  # 0 x NaN is no 0 in a gradient
+                self.theta.write(state.theta)
+                dense = False
+            if dense and not sharp:
+                self._take(moved)
+            else:
+                self._learn_from(terms, chosen, told.perturb, climbed=dense)
         if self._recover():
             self.theta.write(state.theta)
         if self.plus:
             state.plus = self.plus.observe(told.perturb[0], state.plus)
         return told.logits  # type: ignore[no-any-return]
 
-    def _learn_from(self, terms: Terms, perturb: Sequence[Perturb], climbed: bool) -> None:
+    def _learn_from(
+        self, terms: Terms, chosen: Tensor, perturb: Sequence[Perturb], climbed: bool
+    ) -> None:
         """The selected rows' programs."""
         state, sharp = self.state, self.method.ascent is not None
-        self.selected = terms.host.rows, terms.plus.rows
-        chosen = self._counted()
         host, plus = (bool(rows.any()) for rows in chosen)
         every = torch.arange(self._rows)
         if sharp and host and not climbed:
@@ -170,13 +175,14 @@ class FastEngine(Engine):
         state.theta, state.velocity, state.host, stepped, dropped = moved
         state.count(stepped=stepped, dropped=dropped)
 
-    def _counted(self) -> Tensor:
-        """Which rows each term selected: a wait for the device."""
+    def _counted(self, finite: Tensor) -> tuple[Tensor, bool]:
+        """Which rows each term selected, and whether all are finite: a wait for the device."""
         assert self.selected is not None
-        chosen = torch.stack(self.selected).cpu()
+        *selected, finite = torch.stack((*self.selected, finite)).cpu()
+        chosen = torch.stack(selected)
         host, plus, some = torch.stack((*chosen, chosen.any(0))).sum(1).tolist()
         self._noted(host, plus, some, self._rows)
-        return chosen
+        return chosen, bool(finite.all())
 
     def _noise(self, images: Tensor) -> list[Tensor]:
         """What a batch is perturbed by, alpha and beta."""
@@ -195,12 +201,12 @@ class FastEngine(Engine):
         return Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
 
     def _where(self, index: Tensor) -> Where:
-        """These rows, and as many copies of the first image as a program needs to be full."""
+        """These rows, and as many copies of the first of them as a program needs to be full."""
         rows, size = len(index), len(index)
         if rows <= self._rows:
             part = max(1, self._rows // (FEW if self._large else MANY))
             size = min(self._rows, -(-rows // part) * part)
-        index = torch.cat((index, index.new_zeros(size - rows)))
+        index = torch.cat((index, index[:1].expand(size - rows)))
         parts = index, torch.arange(size) < rows
         return Where(*(part.to(self.device, non_blocking=True) for part in parts))
 
@@ -347,7 +353,7 @@ def _blind(images: Tensor, logits: Tensor) -> Batch:
 
 def _told(first: Pass, terms: Terms) -> Told:
     perturb = [first.perturb] if first.perturb else []
-    return Told(terms.batch.logits, terms.host, terms.plus, perturb)
+    return Told(terms.batch.logits, terms.batch.finite, terms.host, terms.plus, perturb)
 
 
 def _narrow(norm: nn.Module) -> Answer:

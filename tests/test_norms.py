@@ -111,3 +111,33 @@ def test_norm_is_source_without_batchnorm_and_not_with_it():
     for net, same in (("resnet_bn", False), ("resnet_gn", True), ("vit_ln", True)):
         norm, source = (fata.adapt(network(net), s)(images(8)) for s in ("norm", "source"))
         assert torch.equal(norm, source) == same
+
+
+@pytest.mark.parametrize(
+    ("spec", "speed", "fields"),
+    [("memo", "exact", {"views": 2}), ("sar", "fast", {"threshold": 1})],
+)
+def test_an_interrupt_inside_a_layer_leaves_its_running_statistics(
+    spec, speed, fields, monkeypatch
+):
+    """Both ways put other ones in their place for the time of a layer's call."""
+    model = network("resnet_bn")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    adapter = fata.adapt(model, spec, speed=speed, **fields)
+    layer = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
+    forward, own = layer.forward, layer.running_mean
+
+    def interrupted(x):
+        if layer.running_mean is not own:
+            raise KeyboardInterrupt
+        return forward(x)
+
+    monkeypatch.setattr(layer, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        adapter(torch.rand(4, 3, 16, 16))
+    monkeypatch.undo()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    adapter(torch.rand(4, 3, 16, 16))
+    adapter.reset()
+    adapter.unwrap()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

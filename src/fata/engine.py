@@ -236,12 +236,20 @@ class Engine:
             output = self._first(copy)
             self._overwrites = copy._version > 0
             return output
-        return self.model(images.clone() if self._overwrites else images)
+        return self._output(images.clone() if self._overwrites else images)
+
+    def _output(self, images: Tensor) -> Any:
+        try:
+            return self.model(images)
+        except BaseException:
+            if self.statistics is not None:
+                self.statistics.settle()
+            raise
 
     def _first(self, images: Tensor) -> Any:
         """The first output; where it fails because of another precision, say so."""
         try:
-            return self.model(images)
+            return self._output(images)
         except RuntimeError as error:
             own = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
             if images.dtype in own or torch.is_autocast_enabled(images.device.type):

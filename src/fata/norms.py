@@ -107,6 +107,11 @@ class BatchStatistics:
         finally:
             self._group = group
 
+    def settle(self) -> None:
+        """After a pass that was broken off: torch calls no hook of a layer that is interrupted."""
+        for layer, _, _ in self._layers:
+            self._unmix(layer, None, None)
+
     def remove(self) -> None:
         """Take the hooks off and set every flag as it was."""
         for handle in self._handles:

@@ -202,3 +202,21 @@ def test_long_work_is_begun_first():
     given = [tasks[todo.next(None)].cell.domains for _ in range(9)]
     assert given[:2] == [("fog", "snow")] * 2
     assert set(given) == set(lengths)
+
+
+def test_what_was_broken_off_is_decoded_again(monkeypatch):
+    data = fata.data.open("embedded")
+    stream = fata.stream(data, domains=["fog"], images=50)
+    shelf, finish, calls = Shelf(2**30), type(data).finish, []
+
+    def failing(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return finish(*args)
+
+    monkeypatch.setattr(shelves, "_BATCH", 20)
+    monkeypatch.setattr(type(data), "finish", failing)
+    with pytest.raises(RuntimeError, match="memory"):
+        shelf.begin(stream, SIZE, CPU, 0)()
+    same(seen(stream, shelf.begin(stream, SIZE, CPU, 0)()), list(stream.serve()))

@@ -47,17 +47,20 @@ class Lot:
     def add(
         self, parts: Sequence[Tensor], pictures: Decoded, finish: Finish, device: torch.device
     ) -> None:
-        """Lay more pictures in: those of `parts`, as they are decoded."""
+        """Lay more pictures in: those of `parts`, once all are decoded."""
         pieces = [self.pixels] if len(self.pixels) else []
-        end = len(self.pixels)
+        found: list[Broken] = []
         for part, (pixels, broken) in zip(parts, pictures, strict=True):
-            whole = self.note(part, broken, end)
+            found.append(broken)
+            whole = part[whole_rows(broken, len(part))]
             if len(whole):
                 images = pixels.to(device, non_blocking=True).float().div_(255)
                 pieces.append(finish(images, whole.tolist()))
-                end += len(whole)
+        end = len(self.pixels)
         if pieces:
             self.pixels = torch.cat(pieces)
+        for part, broken in zip(parts, found, strict=True):
+            end += len(self.note(part, broken, end))
 
 
 @dataclass

@@ -175,13 +175,13 @@ class Workshop:
         return None
 
     def _information(self, cell: Cell) -> dict[str, Tensor] | None:
-        """EATA's Fisher information of a model, computed once."""
+        """EATA's Fisher information of what adapts of a model, computed once."""
         clean = self.clean(cell)
         if clean is None:
             return None
-        at = (cell.model, clean.spec)
+        loaded = self.model(cell.model)
+        at = (cell.model, clean.spec, repr(cell.settings(loaded).get("params")))
         if at not in self._fishers:
-            loaded = self.model(cell.model)
             some = stream(clean, domains=[CLEAN], images=FISHER_IMAGES)
             batches = (loaded.preprocess.normalise(b.images) for b in some.serve(self.device))
             adapter = cell.adapter(loaded, batches)

@@ -1,8 +1,11 @@
 """The fast way gives what the exact one gives."""
 
+import copy
 import functools
+import gc
 import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -180,6 +183,37 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
     assert len(compiled) >= 2
     assert found[0].compile_seconds > 0
     assert expected[0].compile_seconds == 0
+
+
+def test_a_copy_has_programs_of_its_own(monkeypatch):
+    """A recorded or compiled program knows where the weights of its own model are."""
+    whole = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(program.torch, "compile", whole)
+    monkeypatch.setattr(program, "OFTEN", 2)
+    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
+    adapter = fata.adapt(build("resnet_bn"), "tent", speed="fast", lr=0.01, guard=None)
+    images = batches("cpu")[:2]
+    for batch in images:
+        adapter(batch)
+    twin = copy.deepcopy(adapter)
+    found, expected = ([one(batch) for batch in images] for one in (twin, adapter))
+    same((twin, found), (adapter, expected), "cpu")
+
+
+@pytest.mark.parametrize("how", ["unwrap", "forget"])
+def test_programs_end_with_their_adapter(how):
+    """Not some time later: on a GPU they hold memory."""
+    adapter, _ = run("resnet_gn", "tent", "fast", "cpu")
+    held = [weakref.ref(one) for one, _ in adapter._engine._programs.values()]
+    gc.disable()
+    try:
+        if how == "unwrap":
+            adapter.unwrap()
+        else:
+            del adapter
+        assert [one() for one in held] == [None] * len(held)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -391,8 +391,7 @@ def _release(
     engine: Engine, modes: list[tuple[nn.Module, bool]], flags: list[tuple[nn.Parameter, bool]]
 ) -> None:
     """Give the model back: its own statistics, modes and flags; the weights stay as they are."""
-    if engine.statistics is not None:
-        engine.statistics.remove()
+    engine.leave()
     for module, training in modes:
         module.training = training
     for parameter, requires_grad in flags:

@@ -280,6 +280,11 @@ class Engine:
             self.watch.forget()
         state.counts = {name: int(number) for name, number in state.counts.items()}
 
+    def leave(self) -> None:
+        """Give the model its own statistics back."""
+        if self.statistics is not None:
+            self.statistics.remove()
+
     def check(self, images: Tensor) -> None:
         """Refuse what is no batch of images that the model could take."""
         if not isinstance(images, Tensor):

@@ -96,10 +96,24 @@ class FastEngine(Engine):
         self._rows = 0  # of the batch at hand
         self._channels: int | None = None  # of z
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, which records its own: a program knows where this model's weights are."""
+        return {**self.__dict__, "_programs": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
+
     def move(self) -> None:
         """Follow the model to another device, where everything is recorded anew."""
         super().move()
         self._forget()
+
+    def leave(self) -> None:
+        """Also give back the memory of all programs."""
+        super().leave()
+        self._programs.clear()
+        self._halves.clear()
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images; without a gradient, by a program."""

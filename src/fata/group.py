@@ -62,7 +62,7 @@ class Alone:
     def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Variance and mean over axes along which all ranks have values, and how many they are."""
         var, mean = torch.var_mean(x, axes, correction=0)
-        return var, mean, mean.new_tensor(x.numel() // mean.numel())
+        return var, mean, mean.new_full((), x.numel() // mean.numel())
 
     def deviation(self, rows: Tensor, squared: bool = False) -> Tensor:
         """The unbiased deviation of each column over the rows of all ranks."""

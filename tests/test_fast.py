@@ -6,6 +6,7 @@ import gc
 import math
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fata
 from fata import fast, program, tiny
+from fata.adapter import default_speed
 from fata.bench.measure import Clock
 from fata.losses import entropy
 from fata.methods import SPECS
@@ -334,6 +336,20 @@ def test_what_compiling_takes_is_not_counted(monkeypatch):
 def test_a_gpu_with_bfloat16_is_fast_by_default(device):
     assert fata.adapt(build("resnet_gn").to(device), "tent").speed == "fast"
     assert fata.adapt(build("resnet_gn").to(device).double(), "tent").speed == "exact"
+
+
+def test_a_gpu_that_only_emulates_bfloat16_is_exact_by_default(monkeypatch):
+    on_gpu = SimpleNamespace(
+        dtype=torch.float32, device=torch.device("cuda"), is_floating_point=lambda: True
+    )
+    model = SimpleNamespace(parameters=lambda: iter([on_gpu]))
+    for real in (True, False):  # as torch answers: an emulation is counted unless it is left out
+        monkeypatch.setattr(
+            torch.cuda,
+            "is_bf16_supported",
+            lambda including_emulation=True: real or including_emulation,
+        )
+        assert default_speed(model) == ("fast" if real else "exact")
 
 
 def test_the_cpu_is_exact_by_default():

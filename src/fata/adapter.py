@@ -510,7 +510,7 @@ def default_speed(model: nn.Module, group: ProcessGroup | None = None) -> str:
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     devices = {p.device.type for p in model.parameters()}
     suits = floats == {torch.float32} and devices == {"cuda"} and group is None
-    return "fast" if suits and torch.cuda.is_bf16_supported() else "exact"
+    return "fast" if suits and torch.cuda.is_bf16_supported(including_emulation=False) else "exact"
 
 
 def _guard(guard: Guard | bool | None) -> Guard | None:

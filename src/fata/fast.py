@@ -128,6 +128,8 @@ class FastEngine(Engine):
         return logits[:rows]
 
     def _step(self, images: Tensor) -> Tensor:
+        if self.method.looks and self.method.ascent is not None:
+            return super()._step(images)  # it would have to look from within a program
         self._rows = len(images)
         try:
             return self._by_programs(images)

@@ -6,11 +6,13 @@ import gc
 import math
 import warnings
 import weakref
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 import fata
 from fata import fast, program, tiny
@@ -235,6 +237,23 @@ def test_programs_end_with_their_adapter(how):
         assert [one() for one in held] == [None] * len(held)
     finally:
         gc.enable()
+
+
+def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
+    @contextmanager
+    def refused(*_, **__):
+        yield
+        raise RuntimeError("the device refused it")
+
+    one = program.Program(torch.neg, tree_flatten((torch.ones(2),))[1], None, None, "", False)
+    one._graph, one._inputs, one._outputs = before = (object(), [torch.ones(2)], [torch.ones(2)])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", refused)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    with pytest.warns(UserWarning, match="cannot be recorded"):
+        one._record([torch.zeros(2)])
+    found = one._graph, one._inputs, one._outputs
+    assert all(a is b for a, b in zip(found, before, strict=True))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -83,11 +83,11 @@ class Program:
         torch.cuda.synchronize()
         try:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                self._outputs = self._through(own)
+                outputs = self._through(own)
         except RuntimeError as error:
-            _left("recorded", error)
+            _left("recorded", error)  # where there is a recording, it stays
         else:
-            self._graph, self._inputs = graph, own
+            self._graph, self._inputs, self._outputs = graph, own, outputs
 
     def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
         own = (channels_last(tensor) if self.compiles else tensor for tensor in given)

@@ -209,7 +209,8 @@ class FastEngine(Engine):
                 z = self.tap.feature(images[:1]).z
             self._channels = z.shape[channel_axis(z, self.tap.target)]
         draws = self.generator("plus")
-        return [*self.plus.draw(self._rows, self._channels, draws, images.device)]
+        noise = self.plus.draw(self._rows, self._channels, draws, images.device)
+        return [part.to(images.device) for part in noise]  # one's own may be elsewhere
 
     def _moving(self) -> Moving:
         state = self.state

@@ -343,6 +343,26 @@ def test_a_method_may_recover_without_a_step():
     assert adapted.counts["recovered"] == 1
 
 
+def test_reset_takes_the_seeds_that_an_adapter_takes():
+    adapted = fata.adapt(network("resnet_gn"), "tent+fata")
+    before = adapted.state_dict()["meta"]["seed"]
+    for seed in (1.5, "a", True):
+        with pytest.raises(TypeError, match="must be a whole number"):
+            adapted.reset(seed)
+    adapted.reset()
+    assert adapted.state_dict()["meta"]["seed"] == before
+
+
+@pytest.mark.parametrize("speed", ["exact", "fast"])
+def test_another_precision_in_the_middle(speed):
+    adapted = fata.adapt(network("resnet_gn"), "tent+fata", speed=speed)
+    expected = [adapted(images(8)) for _ in range(2)][1]
+    adapted.reset()
+    adapted(images(8))
+    adapted.double()
+    torch.testing.assert_close(adapted(images(8).double()).float(), expected)
+
+
 def test_tied_and_whole_number_parameters():
     class Tied(nn.Module):
         def __init__(self):

@@ -108,8 +108,7 @@ class Adapter(nn.Module):
         _check_model(model)
         _check_arguments(method, plus, fisher_data)
         check_rate(lr)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"seed={seed!r}: must be a whole number.")
+        _check_seed(seed)
         speed = default_speed(model, group) if speed is None else speed
         if speed not in SPEEDS:
             raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
@@ -300,8 +299,10 @@ class Adapter(nn.Module):
         What was recorded and compiled stays.
         """
         engine = self._live()
+        seed = engine.seed if seed is None else seed
+        _check_seed(seed)
         with self._turns, torch.inference_mode(False):
-            engine.seed = engine.seed if seed is None else seed
+            engine.seed = seed
             engine.state = engine.fresh()
             engine.selected = None
             engine.theta.write(engine.source)
@@ -474,6 +475,11 @@ def _check_model(model: nn.Module) -> None:
             "the model was made inside torch.inference_mode(), so its parameters can never learn; "
             "make it outside (predicting inside is fine)."
         )
+
+
+def _check_seed(seed: int) -> None:
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r}: must be a whole number.")
 
 
 def _check_arguments(method: Method, plus: Fata | None, fisher_data: FisherData | None) -> None:

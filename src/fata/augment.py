@@ -124,7 +124,8 @@ class Fata:
         spread = group.deviation(mu, squared=self.spread == "variance")
         delta = spread / spread.max().clamp(min=1e-12)
         if self.ema is not None and "delta" in memory:
-            single, delta = memory["delta"], torch.lerp(delta, memory["delta"], self.ema)
+            single = memory["delta"].to(delta)  # the model may be in another precision by now
+            delta = torch.lerp(delta, single, self.ema)
         return torch.where(delta.isfinite().all(), delta, single)  # a row may have overflowed
 
     def observe(self, perturb: Perturb, memory: Memory) -> Memory:

@@ -124,6 +124,22 @@ def test_half_precision_answers_nearly_the_same(net, device):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_are_elsewhere_by_now_are_found(device):
+    """As after `model.half()` or `.to(memory_format=...)` on the model inside an adapter."""
+    answers = []
+    for speed in ("exact", "fast"):
+        adapter = fata.adapt(build("resnet_gn").to(device), "tent", speed=speed, guard=None)
+        images = batches(device)[0]
+        for _ in range(3):
+            adapter(images)
+        for parameter in adapter.model.parameters():
+            parameter.data = 0.5 * parameter.data
+        answers.append(adapter(images))
+    limit = 1e-4 if device == "cpu" else 0.05
+    torch.testing.assert_close(*answers, rtol=limit, atol=limit)
+
+
 def test_batches_of_many_sizes_keep_few_programs():
     fields = half_of_the_rows("resnet_gn", "eata+fata")
     adapter = fata.adapt(build("resnet_gn"), "eata+fata", speed="fast", **fields)

@@ -130,6 +130,8 @@ class FastEngine(Engine):
     def _step(self, images: Tensor) -> Tensor:
         if self.method.looks and self.method.ascent is not None:
             return super()._step(images)  # it would have to look from within a program
+        if self._places != self._where_weights_are():
+            self._forget()
         self._rows = len(images)
         try:
             return self._by_programs(images)
@@ -221,7 +223,7 @@ class FastEngine(Engine):
         """These rows, and as many copies of the first of them as a program needs to be full."""
         rows, size = len(index), len(index)
         if rows <= self._rows:
-            part = max(1, self._rows // (FEW if self._large else MANY))
+            part = -(-self._rows // (FEW if self._large else MANY))
             size = min(self._rows, -(-rows // part) * part)
         index = torch.cat((index, index[:1].expand(size - rows)))
         parts = index, torch.arange(size) < rows
@@ -344,13 +346,20 @@ class FastEngine(Engine):
 
         def halved(*given: Any) -> Any:
             narrow = answering({norm: _narrow(norm) for norm in self._norms})
-            with _swapped(self._halves), narrow, torch.autocast("cuda", torch.bfloat16):
+            half = torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # it may be outlived
+            with _swapped(self._halves), narrow, half:
                 return function(*given)
 
         return halved
 
+    def _where_weights_are(self) -> list[int]:
+        """What a recording reads: other places, as after `model.half()`, need another."""
+        return [parameter.data_ptr() for parameter in self._weights]
+
     def _forget(self) -> None:
         self._programs = OrderedDict()
+        self._weights = list(self.model.parameters())
+        self._places = self._where_weights_are()
         on_gpu = self.device.type == "cuda"
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE

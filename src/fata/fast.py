@@ -142,28 +142,28 @@ class FastEngine(Engine):
         state, sharp = self.state, self.method.ascent is not None
         given = Seen(images, self._noise(images), state.host, state.plus)
         dense = self._dense() and not self.method.looks
-        if dense and not sharp:
-            moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
-        elif dense:
+        moved: Moved | None = None
+        if not dense:
+            told = self._run("see", self._see, given)
+        elif sharp:
             _, told = self._run("up", self._up, given, state.theta, leaves=True)
         else:
-            told = self._run("see", self._see, given)
+            moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
         terms = Terms(self._seen(images, told.logits), told.host, told.plus)
         if self.method.looks:
             terms = self._terms(terms.batch, state.host)
         self.selected = terms.host.rows, terms.plus.rows
-        if self.coupled and dense and not sharp:
-            self._take(moved)
+        if moved is not None and self.coupled:
             state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
         else:
             chosen, fine = self._counted(told.finite)
             if dense and not (fine or self.coupled):  # 0 x NaN is no 0 in a gradient
                 self.theta.write(state.theta)
-                dense = False
-            if dense and not sharp:
-                self._take(moved)
-            else:
+                moved, dense = None, False
+            if moved is None:
                 self._learn_from(terms, chosen, told.perturb, climbed=dense)
+        if moved is not None:
+            self._take(moved)
         if self._recover():
             self.theta.write(state.theta)
         if self.plus:

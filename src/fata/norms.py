@@ -57,28 +57,13 @@ class BatchStatistics:
         self._handles: list[RemovableHandle] = []
         for layer, _, _ in self._layers:
             layer.track_running_stats = False  # in train mode: the batch's, running ones untouched
-            if prior:
-                self._handles.append(layer.register_forward_pre_hook(self._mix, with_kwargs=True))
-                self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
-            else:
-                self._handles.append(
-                    layer.register_forward_pre_hook(self._choose, with_kwargs=True)
-                )
-                self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
+            hook = self._mix if prior else self._choose
+            self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
 
     def join(self, group: Group) -> None:
         """From now on a batch is what all ranks of a group have of it."""
         self._group = group
-        if self._share:  # what is mixed is asked of the group already
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        for layer, _, _ in self._layers:
-            self._handles.append(
-                layer.register_forward_pre_hook(self._normalised, with_kwargs=True)
-            )
-            self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
@@ -120,7 +105,7 @@ class BatchStatistics:
             layer.training, layer.track_running_stats = training, track
 
     def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
-        if self._rows is not None:
+        if self._rows is not None or self._group is not ALONE:
             return self._normalised(layer, args, kwargs)
         x = _input(args, kwargs)
         values = x.numel() // x.shape[1]

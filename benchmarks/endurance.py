@@ -22,7 +22,7 @@ from rich.progress import Progress
 import fata
 from benchmarks import share
 from benchmarks.scaling import resident
-from benchmarks.speed import markdown
+from benchmarks.speed import SPECS, markdown
 
 MARKS = (0.01, 0.1, 0.5, 1.0)
 METHODS = ("deyo+fata", "sar+fata")
@@ -95,7 +95,7 @@ def main() -> None:
     """Run one method after another; print a table of Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--batches", type=int, default=100_000)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=SPECS)
     parser.add_argument("--net", default="resnet_gn", choices=fata.tiny.NAMES)
     parser.add_argument("--rows", type=int, default=2, help="images a batch")
     parser.add_argument("--side", type=int, default=8, help="of an image, in pixels")

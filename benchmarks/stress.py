@@ -81,7 +81,7 @@ def carry_out(run: Run) -> Outcome:
     """Let a method meet an ordeal; the network is its source again afterwards."""
     scene, ordeal = _same(run.scene), ORDEALS[run.ordeal]
     fields = ordeal.settings(scene, run.spec)
-    adapter = fata.adapt(scene.loaded.model, run.spec, guard=run.guard, speed="exact", **fields)
+    adapter = fata.adapt(scene.loaded.model, run.spec, guard=run.guard, **fields)
     try:
         accuracy, finite = score(adapter, ordeal.stream(scene, adapter))
         events = adapter.guard.events if adapter.guard else []

@@ -38,7 +38,7 @@ from fata.updates import ascend, either, sgd
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # programs that are kept, where batches are of many sizes
-FEW, MANY = 4, 8  # parts of a batch that there are programs for: of a large network, of a small one
+PARTS = 16  # of a batch, that there are programs for
 
 
 class Seen(NamedTuple):
@@ -223,7 +223,7 @@ class FastEngine(Engine):
         """These rows, and as many copies of the first of them as a program needs to be full."""
         rows, size = len(index), len(index)
         if rows <= self._rows:
-            part = -(-self._rows // (FEW if self._large else MANY))
+            part = -(-self._rows // PARTS)
             size = min(self._rows, -(-rows // part) * part)
         index = torch.cat((index, index[:1].expand(size - rows)))
         parts = index, torch.arange(size) < rows

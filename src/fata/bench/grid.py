@@ -60,7 +60,7 @@ class Grid:
     guard: bool = False
 
     def cells(self, opened: Callable[[str], Dataset]) -> Iterator[Cell]:
-        """Every cell; those of one model and domain follow each other."""
+        """Every cell; those of one model and domain follow each other, and those of one method."""
         if self.seeds < 1:
             raise GridError(f"seeds={self.seeds}: must be at least 1.")
         for name in ("models", "data", "methods", "scenarios", "severities"):
@@ -76,7 +76,7 @@ class Grid:
             names = tuple(d.name for d in opened(data).named(self.domains, severity))
             alone = scenario in RESETTING
             for domains in [(name,) for name in names] if alone else [names]:
-                for seed, (method, fields) in product(range(self.seeds), methods):
+                for (method, fields), seed in product(methods, range(self.seeds)):
                     yield Cell(
                         model, data, scenario, domains, severity, method, seed,
                         self.batch_size, self.images, fields, options, self.speed, self.guard,

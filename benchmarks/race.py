@@ -14,7 +14,7 @@ from torch import Tensor
 from fata.program import OFTEN
 
 WARM = 3  # calls before the clock starts: the tap finds its way, programs are recorded;
-WARM_GPU = OFTEN + 2  # and compiled
+WARM_GPU = OFTEN + 16  # and compiled, also those that the first calls do not need yet
 
 Call = Callable[[Tensor], Any]
 
@@ -33,14 +33,18 @@ class Runner:
 
 
 def race(
-    ways: Mapping[str, Callable[[], Call]], images: Tensor, rounds: int, calls: int = 1
+    ways: Mapping[str, Callable[[], Call]],
+    images: Tensor,
+    rounds: int,
+    calls: int = 1,
+    warm: int = WARM_GPU,
 ) -> dict[str, Runner]:
-    """Make each way and warm it up, then let them take turns of some calls."""
+    """Make each way and warm it up (so long on a GPU), then let them take turns of some calls."""
     runners = {}
     for name, make in ways.items():
         before = (allocated(), held()) if images.is_cuda else None
         runners[name] = runner = Runner(make())
-        for _ in range(WARM_GPU if images.is_cuda else WARM):
+        for _ in range(warm if images.is_cuda else WARM):
             runner.call(images)
         if before is not None:
             runner.peak = needed(runner.call, images, *before)

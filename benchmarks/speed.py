@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import fata
 from benchmarks import share as shares
 from benchmarks.plain import Plain
-from benchmarks.race import Call, Runner, race, times
+from benchmarks.race import WARM_GPU, Call, Runner, race, times
 from benchmarks.share import Share
 from fata.guard import RARELY, SETTLED
 from fata.methods import HOSTS
@@ -120,7 +120,7 @@ def guarded(track: Track, spec: str) -> list[Line]:
             name: partial(track.ours, spec, fields, speed, guard)
             for name, guard in (("without", False), ("with", True))
         }
-        ran = race(ways, track.images, track.rounds, turn)
+        ran = race(ways, track.images, track.rounds, turn, WARM_GPU * turn)  # so many looks
         watched = ran["with"].call
         if watched.guard.events:
             raise RuntimeError(f"the guard stepped in: {watched.guard.events}")

@@ -261,7 +261,8 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
         yield
         raise RuntimeError("the device refused it")
 
-    one = program.Program(torch.neg, tree_flatten((torch.ones(2),))[1], None, None, "", False)
+    _, spec = tree_flatten((torch.ones(2),))
+    one = program.Program(torch.neg, spec, None, (None, None), "", False)
     one._graph, one._inputs, one._outputs = before = (object(), [torch.ones(2)], [torch.ones(2)])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refused)

@@ -331,7 +331,7 @@ class FastEngine(Engine):
                 self._programs.popitem(last=False)
             after = self.theta.write if leaves else None
             what = f"{name}, {len(tensors[0])} rows"
-            program = Program(self._in_half(function), spec, after, self._pool, what, self._large)
+            program = Program(self._in_half(function), spec, after, self._pools, what, self._large)
         before = program.compile_seconds
         with self.counted_apart() as passed:
             outcome = program(tensors)
@@ -361,7 +361,7 @@ class FastEngine(Engine):
         self._weights = list(self.model.parameters())
         self._places = self._where_weights_are()
         on_gpu = self.device.type == "cuda"
-        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._pools = [torch.cuda.graph_pool_handle() if on_gpu else None for _ in range(2)]
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
         self._norms = [norm for _, norm in norm_layers(self.model)]
         halves = _halves(self.model, self.theta.parameters, self._large)

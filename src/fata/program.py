@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +33,8 @@ class Program:
         function: gives the same outputs for the same inputs and weights, and changes nothing.
         spec: of its arguments.
         after: what is done with the first output in the end, or None.
-        pool: memory that all programs share; they never run at the same time.
+        pools: memory that all programs share, as they never run at the same time: of those that
+            are not compiled, which need more, and of those that are.
         name: what a message calls it.
         compiles: whether it is worth compiling.
     """
@@ -40,7 +42,7 @@ class Program:
     function: Callable[..., Any]
     spec: TreeSpec
     after: Callable[[Tensor], None] | None
-    pool: Any
+    pools: Sequence[Any]
     name: str
     compiles: bool
     compile_seconds: float = 0.0
@@ -55,10 +57,11 @@ class Program:
         """Run it; what it gives is the caller's own."""
         self._calls += 1
         compiles = self.compiles and self._calls == OFTEN
-        if compiles:
-            self._compile(given)
-        if given[0].is_cuda and (compiles or self._calls == 2):
-            self._record(given)
+        with _fastest_convolutions() if compiles else nullcontext():
+            if compiles:
+                self._compile(given)
+            if given[0].is_cuda and (compiles or self._calls == 2):
+                self._record(given)
         if self._graph is None:
             outputs = self._through(given)
         else:
@@ -81,8 +84,9 @@ class Program:
     def _record(self, given: Sequence[Tensor]) -> None:
         graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
+        pool = self.pools[self._flat is not None]
         try:
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 outputs = self._through(own)
         except RuntimeError as error:
             _left("recorded", error)  # where there is a recording, it stays
@@ -116,6 +120,17 @@ def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
 
     without_gradient(*given)
     return without_gradient
+
+
+@contextmanager
+def _fastest_convolutions() -> Iterator[None]:
+    """Let cuDNN try its ways to convolve; what is recorded keeps the best."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -24,6 +24,8 @@ from fata.pixels import Draw, Pixels
 if TYPE_CHECKING:
     from fata.engine import Engine
 
+SMALL = 3 * 64 * 64  # values of an image up to which a GPU is slower at making views of it
+
 
 @dataclass(frozen=True)
 class Memo(OwnStep):
@@ -88,8 +90,9 @@ class Memo(OwnStep):
         from fata.views import augmix_view  # torchvision takes seconds to import
 
         space = Pixels(self.mean, self.std)
-        pixels = space.of(image)
-        return space.back(torch.cat([augmix_view(pixels, draw) for _ in range(self.views)]))
+        pixels = space.of(image if image.numel() > SMALL else image.cpu())
+        views = torch.cat([augmix_view(pixels, draw) for _ in range(self.views)])
+        return space.back(views.to(image.device))
 
     def _descend(self, engine: Engine, gradient: Tensor) -> Tensor:
         """The first step of SGD or AdamW: no momentum has gathered yet."""

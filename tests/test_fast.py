@@ -262,15 +262,42 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
         raise RuntimeError("the device refused it")
 
     _, spec = tree_flatten((torch.ones(2),))
-    one = program.Program(torch.neg, spec, None, (None, None), "", False)
+    one = program.Program(torch.neg, spec, None, program.Pools(), "", False)
     one._graph, one._inputs, one._outputs = before = (object(), [torch.ones(2)], [torch.ones(2)])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refused)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     with pytest.warns(UserWarning, match="cannot be recorded"):
         one._record([torch.zeros(2)])
     found = one._graph, one._inputs, one._outputs
     assert all(a is b for a, b in zip(found, before, strict=True))
+
+
+def test_a_pool_ends_with_the_last_recording_in_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    pools = program.Pools()
+    one, two = pools.of(compiled=False), pools.of(compiled=True)
+    assert pools.of(compiled=False) is one is not two
+    before = one.handle
+    del one
+    assert pools.of(compiled=False).handle is not before
+    assert pools.of(compiled=True) is two
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
+    """Programs move to other memory, one by one, and new ones come to what the last has left."""
+    monkeypatch.setattr(program, "OFTEN", 4)
+    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
+    monkeypatch.setattr(program, "compiled", lambda function, given: function)
+    adapter = fata.adapt(build("resnet_gn").to(device), "tent", speed="fast", guard=None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for size in (16, 8, 12):
+            for _ in range(6):
+                adapter(batches(device)[0][:size])
+    assert all(one._graph is not None for one, _ in adapter._engine._programs.values())
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -31,7 +31,7 @@ from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, Pass, Terms
 from fata.method import BLIND, Batch, Memory
 from fata.norms import norm_layers
-from fata.program import Program, channels_last
+from fata.program import Pools, Program, channels_last
 from fata.selection import Selection
 from fata.tap import Answer, answering
 from fata.updates import ascend, either, sgd
@@ -98,7 +98,7 @@ class FastEngine(Engine):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, which records its own: a program knows where this model's weights are."""
-        return {**self.__dict__, "_programs": None}
+        return {**self.__dict__, "_programs": None, "_pools": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -361,7 +361,7 @@ class FastEngine(Engine):
         self._weights = list(self.model.parameters())
         self._places = self._where_weights_are()
         on_gpu = self.device.type == "cuda"
-        self._pools = [torch.cuda.graph_pool_handle() if on_gpu else None for _ in range(2)]
+        self._pools = Pools()
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
         self._norms = [norm for _, norm in norm_layers(self.model)]
         halves = _halves(self.model, self.theta.parameters, self._large)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,26 @@ OFTEN = 64  # calls after which a program is compiled
 Flat = Callable[..., Sequence[Tensor]]
 
 
+class Pool:
+    """Memory that recordings share, since they never run at the same time; ends with the last."""
+
+    def __init__(self) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+
+
+class Pools:
+    """One pool for compiled programs, and one for others: once all are compiled, it is free."""
+
+    def __init__(self) -> None:
+        self._used: weakref.WeakValueDictionary[bool, Pool] = weakref.WeakValueDictionary()
+
+    def of(self, compiled: bool) -> Pool:
+        """The one in use, or a new one: torch takes none up again that was given back."""
+        pool = self._used.get(compiled) or Pool()
+        self._used[compiled] = pool
+        return pool
+
+
 @dataclass
 class Program:
     """A function of trees of tensors; on a GPU recorded at its second call.
@@ -33,8 +53,7 @@ class Program:
         function: gives the same outputs for the same inputs and weights, and changes nothing.
         spec: of its arguments.
         after: what is done with the first output in the end, or None.
-        pools: memory that all programs share, as they never run at the same time: of those that
-            are not compiled, which need more, and of those that are.
+        pools: memory to record in.
         name: what a message calls it.
         compiles: whether it is worth compiling.
     """
@@ -42,7 +61,7 @@ class Program:
     function: Callable[..., Any]
     spec: TreeSpec
     after: Callable[[Tensor], None] | None
-    pools: Sequence[Any]
+    pools: Pools
     name: str
     compiles: bool
     compile_seconds: float = 0.0
@@ -52,16 +71,16 @@ class Program:
     _inputs: list[Tensor] = field(default_factory=list, repr=False)
     _outputs: Sequence[Tensor] = field(default=(), repr=False)
     _outcome: TreeSpec | None = None
+    _pool: Pool | None = None
 
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
         self._calls += 1
         compiles = self.compiles and self._calls == OFTEN
-        with _fastest_convolutions() if compiles else nullcontext():
-            if compiles:
-                self._compile(given)
-            if given[0].is_cuda and (compiles or self._calls == 2):
-                self._record(given)
+        if compiles:
+            self._compile(given)
+        if given[0].is_cuda and (compiles or self._calls == 2):
+            self._record(given)
         if self._graph is None:
             outputs = self._through(given)
         else:
@@ -84,14 +103,15 @@ class Program:
     def _record(self, given: Sequence[Tensor]) -> None:
         graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
-        pool = self.pools[self._flat is not None]
+        pool = self.pools.of(compiled=self._flat is not None)
         try:
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
                 outputs = self._through(own)
         except RuntimeError as error:
             _left("recorded", error)  # where there is a recording, it stays
         else:
             self._graph, self._inputs, self._outputs = graph, own, outputs
+            self._pool = pool
 
     def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
         own = (channels_last(tensor) if self.compiles else tensor for tensor in given)
@@ -120,17 +140,6 @@ def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
 
     without_gradient(*given)
     return without_gradient
-
-
-@contextmanager
-def _fastest_convolutions() -> Iterator[None]:
-    """Let cuDNN try its ways to convolve; what is recorded keeps the best."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import fata
 from fata import tiny
 from fata.bench.cell import Cell, key
 from fata.bench.workshop import Workshop
-from fata.guard import BRIEF, DRASTIC, EARLY, Sign, compare
+from fata.guard import BRIEF, DRASTIC, EARLY, Sign, _of_the_batch, compare
 from fata.methods import SPECS
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
@@ -183,12 +183,56 @@ def test_what_went_wrong_slowly_shows_over_time():
     assert seen[-1][2] > seen[-1][3]
 
 
+@pytest.mark.parametrize(
+    ("witness", "other", "few"),
+    [
+        ((40, 0.9), 0.5, True),  # most are one class, and the batch's statistics make it unsure
+        ((40, 0.5), 0.9, False),  # the same, but what is unsure are the running ones: a shift
+        ((28, 0.9), 0.5, False),  # not most; the second time it counts, though
+    ],
+)
+def test_a_shift_is_no_batch_of_one_class(witness, other, few):
+    """Both make running statistics answer one class; how sure they are tells them apart."""
+    many, sure = witness
+
+    def of(confidence, *classes):
+        others = (1 - confidence) / 9
+        hot = torch.nn.functional.one_hot(torch.tensor(classes), 10)
+        return torch.where(hot == 1, confidence, others).log()
+
+    own = of(sure, *[3] * many, *(n % 10 for n in range(64 - many)))
+    batch = of(other, *(n % 10 for n in range(64)))
+    memory, (once, *_) = compare({}, own, batch, 448, _of_the_batch)
+    _, (twice, *_) = compare(memory, own, batch, 448, _of_the_batch)
+    assert bool(once) == few
+    assert bool(twice) == (sure > other)
+
+
 def sign_is(monkeypatch, adapter, **by_name):
     """Let comparisons find this, whatever is answered."""
     fine = Sign("narrowing", 0.0, 0.1, 0.0)
     monkeypatch.setattr(
         type(adapter.guard), "_compare", lambda _, name, *__: by_name.get(name, fine)
     )
+
+
+@pytest.mark.parametrize(("value", "anew"), [(0.0, [5, 10]), (-0.2, [])])
+def test_what_has_not_proved_its_worth_begins_anew(monkeypatch, tmp_path, value, anew):
+    """After so many answers; not where S is below 0 beyond doubt."""
+    guard = fata.Guard(every=2, term=5 * 8)
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
+    sign_is(monkeypatch, adapter, adapted=Sign("narrowing", value, 0.1, 0.0))
+    monkeypatch.setattr("fata.guard.EARLY", ())
+    source = tensors(adapter)
+    for images in batches(14):
+        adapter(images)
+        adapter.save(tmp_path / "s.safetensors")  # the count goes on behind a file
+        adapter.load(tmp_path / "s.safetensors")
+        is_source = all(torch.equal(v, source[k]) for k, v in tensors(adapter).items())
+        assert is_source == (adapter.counts["seen"] // 8 in anew)
+    assert [(e.batch, e.action, e.rate) for e in adapter.guard.events] == [
+        (n, "anew", 1.0) for n in anew
+    ]
 
 
 def test_batches_that_do_not_normalise_are_answered_by_the_running_statistics(

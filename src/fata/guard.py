@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,9 @@ DRASTIC = 0.05  # S that counts from the first batch on; a host may narrow a lit
 SETTLED = 64  # batches after which looks come half as often,
 RARELY = 4  # and the statistics of BatchNorm are looked at in every fourth of them
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
+LIKELY = 0.4  # share that is a majority for BatchNorm's statistics, where it comes twice and the
+SURER = 0.05  # running ones are so much surer; with them
+UNSURE = 0.1  # so much less sure than with the batch's, no share is
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,8 @@ class Guard:
             always one.
         slower: factor of the rate after going back.
         patience: how often to try again before resting at the source.
+        term: answers after which a model begins anew at the source, unless S is below 0 beyond
+            doubt: slow harm that narrows nothing shows in no sign.
     """
 
     every: int = 8
@@ -67,10 +73,11 @@ class Guard:
     ring: int = 4
     slower: float = 0.1
     patience: int = 3
+    term: int = 16_384
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
-        for name in ("every", "rows", "ring"):
+        for name in ("every", "rows", "ring", "term"):
             in_range(self, name, 1, whole=True)
         in_range(self, "patience", 0, whole=True)
         for name in ("narrowing", "neglect", "slower"):
@@ -96,8 +103,9 @@ class Sign:
 class Event:
     """What the guard did, and why.
 
-    Actions: `back` to an earlier state; `rest` at the source weights; `running`, the source model
-    with its running statistics, where the batch's do harm; `batch`, to the batch's again.
+    Actions: `back` to an earlier state; `rest` at the source weights; `anew` from them, after a
+    long time; `running`, the source model with its running statistics, where the batch's do harm;
+    `batch`, to the batch's again.
     """
 
     batch: int  # after which
@@ -115,6 +123,7 @@ class Watched:
 
     since: int = 0  # batches since the start, or since it last went back
     last: int = 0  # of them, when it last looked
+    answers: int = 0  # since the model was its source
     scale: float = 1.0  # of the rate
     failures: int = 0
     resting: bool = False
@@ -179,6 +188,7 @@ class Watch:
         state.guard = {**state.guard, "latest": _latest(state.guard.get("latest"), logits, group)}
         self._alarm.write(state.guard["latest"])
         watched.since += 1
+        watched.answers += rows
         if due:
             watched.last = since
             self._look(images, logits, since <= SETTLED or not since % (RARELY * interval))
@@ -204,6 +214,8 @@ class Watch:
             state = engine.state
             here = Snapshot(sign.value, state.batches + 1, state.theta, state.host, state.plus)
             self._ring.append(here)
+        elif watched.answers >= self.guard.term:
+            self._go(self._source, sign, "anew")
 
     def _mixed_again(self, sign: Sign) -> bool:
         """Whether batches have been of many classes for long, and their statistics do no harm."""
@@ -226,12 +238,15 @@ class Watch:
         """The worse of the sign at once and the sign over time."""
         state = self._engine.state
         before = {n.removeprefix(f"{name}."): t for n, t in state.guard.items()}
-        after, signs = compare(before, witness, logits, self.guard.rows, self._engine.group)
+        majority = _of_the_batch if name == "statistics" else _over_half
+        after, signs = compare(
+            before, witness, logits, self.guard.rows, majority, self._engine.group
+        )
         state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
         # A wait for the device, at every look.
-        majority, *values = signs.tolist()
+        few, *values = signs.tolist()
         kind, limit = "narrowing", self.guard.narrowing
-        if majority:
+        if few:
             kind, limit = "neglect", self.guard.neglect
         elif state.watched.since <= self.guard.every:
             limit = max(limit, DRASTIC)
@@ -245,17 +260,19 @@ class Watch:
         watched.failures += 1
         watched.resting = watched.failures > self.guard.patience
         watched.scale *= self.guard.slower
-        source = Snapshot(0.0, 0, self._engine.source, {}, {})
-        good = source
+        good = self._source
         if sign.name == "narrowing" and not watched.resting:
-            good = min((source, *self._ring), key=lambda snapshot: snapshot.narrowing)
+            good = min((good, *self._ring), key=lambda snapshot: snapshot.narrowing)
         self._go(good, sign, "rest" if watched.resting else "back")
 
     def _normalise(self, sign: Sign, running: bool) -> None:
         """From now on with the running statistics, or with the batch's again."""
         self._engine.state.watched.running = running
-        source = Snapshot(0.0, 0, self._engine.source, {}, {})
-        self._go(source, sign, "running" if running else "batch")
+        self._go(self._source, sign, "running" if running else "batch")
+
+    @property
+    def _source(self) -> Snapshot:
+        return Snapshot(0.0, 0, self._engine.source, {}, {})
 
     def _go(self, good: Snapshot, sign: Sign, action: str) -> None:
         state = self._engine.state
@@ -277,6 +294,8 @@ class Watch:
         self._ring.clear()
         if good.batch:
             self._ring.append(good)
+        else:
+            watched.answers = 0
         self._engine.theta.write(state.theta)
 
 
@@ -309,10 +328,36 @@ class Alarm:
         return self._copy.item() > ALARM
 
 
+def _over_half(brief: Memory, before: Memory) -> Tensor:
+    """Whether the witness has a majority."""
+    return brief["brief.source"].amax() > 0.5
+
+
+def _of_the_batch(brief: Memory, before: Memory) -> Tensor:
+    """The same of running statistics: a shift, too, makes them answer one class, but less surely.
+
+    With a batch of one class it is the batch's statistics that make a model unsure.
+    """
+    share, surer = brief["brief.source"].amax(), brief["brief.surer"]
+    twice = _likely(brief) & _likely(before) if "brief.rows" in before else False
+    return ((share > 0.5) & (surer > -UNSURE)) | twice
+
+
+def _likely(brief: Memory) -> Tensor:
+    return (brief["brief.source"].amax() > LIKELY) & (brief["brief.surer"] > SURER)
+
+
 def compare(
-    before: Memory, witness: Tensor, logits: Tensor, rows: int, group: Alone = ALONE
+    before: Memory,
+    witness: Tensor,
+    logits: Tensor,
+    rows: int,
+    majority: Callable[[Memory, Memory], Tensor] = _over_half,
+    group: Alone = ALONE,
 ) -> tuple[Memory, Tensor]:
     """What two models answer for the same images, added to the averages; what they show.
+
+    `majority` says whether it is one class, by the averages of the latest answers and those before.
 
     Returns:
         the averages, and: whether the witness has a majority class; a sign at once and its doubt;
@@ -323,21 +368,21 @@ def compare(
         "source": _shares(witness, group),
         "adapted": _shares(logits, group),
         "differ": group.mean((logits.argmax(1) != witness.argmax(1)).float()),
+        "surer": group.mean(_confidence(witness) - _confidence(logits)),
     }
     count = group.rows(len(logits))
     brief = _mean(before, "brief", now, count, max(BRIEF, count))
     top = brief["brief.source"].argmax()
-    majority = brief["brief.source"][top] > 0.5
+    uniform = majority(brief, before)
     neglect = brief["brief.source"][top] - brief["brief.adapted"][top]
     some = {"value": neglect, "differ": now["differ"]}
     few = _mean(before, "few", some, count, rows)
     many = _mean(before, "many", now, count, rows)
     after = {
         **brief,
-        **{n: torch.where(majority, few[n], before.get(n, torch.zeros_like(few[n]))) for n in few},
+        **{n: torch.where(uniform, few[n], before.get(n, torch.zeros_like(few[n]))) for n in few},
         **{
-            n: torch.where(majority, before.get(n, torch.zeros_like(many[n])), many[n])
-            for n in many
+            n: torch.where(uniform, before.get(n, torch.zeros_like(many[n])), many[n]) for n in many
         },
     }
 
@@ -353,7 +398,7 @@ def compare(
     n = torch.stack((neglect, at_once, after["few.value"], lately))
     over_time = doubt("many", rows) / classes
     s = torch.stack((narrowing("brief"), at_once / classes, narrowing("many"), over_time))
-    return after, torch.cat((majority.to(n.dtype)[None], torch.where(majority, n, s)))
+    return after, torch.cat((uniform.to(n.dtype)[None], torch.where(uniform, n, s)))
 
 
 def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Memory:
@@ -372,6 +417,11 @@ def _latest(before: Tensor | None, logits: Tensor, group: Alone) -> Tensor:
     now = _shares(logits, group)
     before = torch.zeros_like(now) if before is None else before
     return torch.lerp(before, now, min(1.0, group.rows(len(logits)) / BRIEF))
+
+
+def _confidence(logits: Tensor) -> Tensor:
+    """How sure each answer is."""
+    return logits.softmax(1).amax(1)
 
 
 def _shares(logits: Tensor, group: Alone) -> Tensor:

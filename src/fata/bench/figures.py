@@ -108,6 +108,7 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
     told = {
         "back": "taken back to batch {to}, at {rate:.2g} of the rate",
         "rest": "rests at the source",
+        "anew": "begins anew at the source",
         "running": "answers with the running statistics",
         "batch": "adapts again, with the batch's statistics",
     }

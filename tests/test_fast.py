@@ -308,6 +308,7 @@ def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device,
     adapter, _ = run(net, spec, "fast", device, guard=None, **fields)
     images, waits = batches(device)[0], []
     counted = fast.FastEngine._counted
+    assert adapter._engine.checks_pixels == (net != "resnet_bn")
 
     def waiting(engine, *given):
         torch.cuda.set_sync_debug_mode("default")
@@ -367,15 +368,28 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
     assert adapter._engine._programs
 
 
-def test_a_row_that_is_not_finite_gets_the_plain_models_answer():
-    images = batches("cpu")
-    images[1][2, 0, 0, 0] = torch.nan
-    answers = []
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", ["tent", "eata+fata", "sar+fata", "deyo+fata"])
+@pytest.mark.parametrize("pixel", [torch.nan, -torch.inf])
+def test_a_row_that_is_not_finite_gets_the_plain_models_answer(
+    net, spec, pixel, device, full_precision
+):
+    """Whether that is known before the step, or found out in it and undone."""
+    images = batches(device)
+    images[1][2, 0, 0, 0] = pixel
+    images[3][:] = pixel
+    runs = []
     for speed in ("exact", "fast"):
-        adapter = fata.adapt(build("resnet_bn"), "tent", speed=speed)
-        answers.append([adapter(batch) for batch in images])
-    for a, b in zip(*answers, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+        adapter = fata.adapt(build(net).to(device), spec, speed=speed, lr=0.01, guard=None)
+        answers = [adapter(batch) for batch in images]
+        assert answers[1][[0, 1, 3]].isfinite().all()
+        runs.append((adapter, [answer.nan_to_num() for answer in answers]))
+    same(*runs, device)
+    counts = [adapter.counts for adapter, _ in runs]
+    for name in ("seen", "not_finite", "stepped", "dropped", "selected"):
+        assert counts[0][name] == counts[1][name]
+    assert counts[0]["not_finite"] == 1 + SIZES[3]
 
 
 @pytest.mark.parametrize("net", ["resnet_gn", "vit_ln"])

@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakSet
 
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from fata import state as states
 from fata.augment import Fata
-from fata.engine import Engine
+from fata.engine import Engine, NotFiniteError
 from fata.fast import FastEngine
 from fata.fisher import FisherData, fisher
 from fata.group import Alone, Group
@@ -166,6 +166,9 @@ class Adapter(nn.Module):
                 images = images.clone()
             images = images.detach()
             answer = engine.step if self._learning else engine.answer
+            if self._learning and len(images) and engine.checks_pixels:
+                with suppress(NotFiniteError):  # what follows would wait for the device
+                    return answer(images).detach()
             finite = images.flatten(1).isfinite().all(1)
             whole = bool(finite.all())
             here = len(images) if whole else int(finite.sum())

@@ -93,6 +93,10 @@ class Terms:
         return Terms(self.batch, self.host.among(rows), self.plus.among(rows))
 
 
+class NotFiniteError(Exception):
+    """There are pixels that are not finite; the step was undone."""
+
+
 class Engine:
     """A model that moves: its parameters theta, its state, and the parts that every step shares."""
 
@@ -189,6 +193,11 @@ class Engine:
             yield counts
         finally:
             self.state.counts = before
+
+    @property
+    def checks_pixels(self) -> bool:
+        """Whether a step finds out by itself that a pixel is not finite, and says so."""
+        return False
 
     def step(self, images: Tensor) -> Tensor:
         """Predict a batch and learn from it; returns the logits of the clean images.

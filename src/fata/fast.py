@@ -28,8 +28,8 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from fata.augment import Perturb, channel_axis
-from fata.engine import Engine, Pass, Terms
-from fata.method import BLIND, Batch, Memory
+from fata.engine import Engine, NotFiniteError, Pass, Terms
+from fata.method import BLIND, Batch, Memory, OwnStep
 from fata.norms import norm_layers
 from fata.program import Pools, Program, channels_last
 from fata.selection import Selection
@@ -61,7 +61,8 @@ class Told(NamedTuple):
     """What a program tells of a batch that it saw."""
 
     logits: Tensor
-    finite: Tensor  # rows
+    finite: Tensor  # rows whose logits are
+    pixels: Tensor  # whether all of them are
     host: Selection
     plus: Selection
     perturb: Sequence[Perturb]  # one, or none
@@ -104,6 +105,13 @@ class FastEngine(Engine):
         self.__dict__.update(state)
         self._forget()
 
+    @property
+    def checks_pixels(self) -> bool:
+        """Where rows are independent: what comes of them can be undone when that is known."""
+        by_programs = not isinstance(self.method, OwnStep) and not self._looks_and_climbs
+        learns = bool(self.theta.names) and not self.state.watched.resting
+        return by_programs and learns and not self.coupled
+
     def move(self) -> None:
         """Follow the model to another device, where everything is recorded anew."""
         super().move()
@@ -128,7 +136,7 @@ class FastEngine(Engine):
         return logits[:rows]
 
     def _step(self, images: Tensor) -> Tensor:
-        if self.method.looks and self.method.ascent is not None:
+        if self._looks_and_climbs:
             return super()._step(images)  # it would have to look from within a program
         if self._places != self._where_weights_are():
             self._forget()
@@ -137,6 +145,10 @@ class FastEngine(Engine):
             return self._by_programs(images)
         finally:
             self._rows = 0
+
+    @property
+    def _looks_and_climbs(self) -> bool:
+        return self.method.looks and self.method.ascent is not None
 
     def _by_programs(self, images: Tensor) -> Tensor:
         state, sharp = self.state, self.method.ascent is not None
@@ -156,7 +168,7 @@ class FastEngine(Engine):
         if moved is not None and self.coupled:
             state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
         else:
-            chosen, fine = self._counted(told.finite)
+            chosen, fine = self._counted(told)
             if dense and not (fine or self.coupled):  # 0 x NaN is no 0 in a gradient
                 self.theta.write(state.theta)
                 moved, dense = None, False
@@ -193,10 +205,13 @@ class FastEngine(Engine):
         state.theta, state.velocity, state.host, stepped, dropped = moved
         state.count(stepped=stepped, dropped=dropped)
 
-    def _counted(self, finite: Tensor) -> tuple[Tensor, bool]:
+    def _counted(self, told: Told) -> tuple[Tensor, bool]:
         """Which rows each term selected, and whether all are finite: a wait for the device."""
         assert self.selected is not None
-        *selected, finite = torch.stack((*self.selected, finite)).cpu()
+        pixels = told.pixels.expand_as(told.finite)
+        *selected, finite, pixels = torch.stack((*self.selected, told.finite, pixels)).cpu()
+        if not pixels.all():
+            raise NotFiniteError
         chosen = torch.stack(selected)
         host, plus, some = torch.stack((*chosen, chosen.any(0))).sum(1).tolist()
         self._noted(host, plus, some, self._rows)
@@ -379,7 +394,8 @@ def _blind(images: Tensor, logits: Tensor) -> Batch:
 
 def _told(first: Pass, terms: Terms) -> Told:
     perturb = [first.perturb] if first.perturb else []
-    return Told(terms.batch.logits, terms.batch.finite, terms.host, terms.plus, perturb)
+    batch, pixels = terms.batch, terms.batch.images.isfinite().all()
+    return Told(batch.logits, batch.finite, pixels, terms.host, terms.plus, perturb)
 
 
 def _narrow(norm: nn.Module) -> Answer:

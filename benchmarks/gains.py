@@ -138,7 +138,8 @@ def settings(name: str) -> None:
 def speeds() -> None:
     """How far `fast` is from `exact`, where neither collapses."""
     exact = {_cell(record): record for record in kept("normal")}
-    both = [(exact[_cell(record)], record) for record in kept("fast")]
+    free = [r for r in kept("guard-fast") if r.protocol["guard"] is None and _cell(r) in exact]
+    both = [(exact[_cell(record)], record) for record in (*kept("fast"), *free)]
     fine = [pair for pair in both if not any(map(collapsed, pair))]
     apart = [b.result["accuracy"] - a.result["accuracy"] for a, b in fine]
     print(
@@ -184,20 +185,22 @@ def reference() -> None:
             print(f"{model:10} {method:10} {mean(cells.values()):.2f} {mean(fine):.2f}")
 
 
-def held() -> None:
+def held(name: str) -> None:
     """What the guard gave: against not adapting, and against the same cells without it."""
-    free = {_cell(r): r for name in ("normal", "label-shift") for r in kept(name)}
+    free = {_cell(r): r for other in ("normal", "label-shift", "mixed") for r in kept(other)}
     still: dict[tuple[str, ...], float] = {}
     for cell, record in free.items():
         if cell[1] in ("source", "norm"):
             place = (cell[0], *cell[2:])
             still[place] = max(still.get(place, 0), record.result["accuracy"])
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    for record in kept("guard"):
+    for record in kept(name):
+        if record.protocol["guard"] is None:
+            continue
         cell = _cell(record)
         three = still[(cell[0], *cell[2:])], free[cell].result["accuracy"]
         found.setdefault((cell[-1], cell[0]), []).append((*three, record.result["accuracy"]))
-    print("\nguard: cells; those not over a point below not adapting without it: the change;")
+    print(f"\n{name}: cells; those not over a point below not adapting without it: the change;")
     print("the others: against not adapting without and with it; below by a point with it; worst")
     for at, cells in sorted(found.items()):
         fine = [held - free for still, free, held in cells if free >= still - 1]
@@ -254,13 +257,14 @@ def main() -> None:
     settings("why")
     settings("ablations")
     speeds()
-    for name in ("mixed", "bs1"):
+    for name in ("mixed", "bs1", "own"):
         averages(name)
     for comparison in comparisons(kept("imagenet")):
         print(markdown(comparison))
     upright(kept("imagenet"))
     reference()
-    held()
+    for name in ("guard", "guard-fast"):
+        held(name)
 
 
 if __name__ == "__main__":

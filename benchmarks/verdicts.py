@@ -1,12 +1,12 @@
-"""Where the guard steps in first, on streams that were recorded without it.
+"""What the guard does first, on streams that were recorded without it.
 
     python -m benchmarks.verdicts                                 # what lies in benchmarks/runs
     python -m benchmarks.verdicts --record mini_vit tent eata --data cifar10:DIR --file signs.jsonl
 
 A recording holds, batch by batch, which class the adapted model and the source weights answered and
 how many of each are right: enough to try signs and limits without running a network again. The
-corruptions are the four that the benchmark never sees. A verdict is taken to end the harm, and the
-gain: from then on the model is as good as its source.
+corruptions are the four that the benchmark never sees. While the source answers, the model learns
+as it did when it was recorded; once it is taken back, it is taken to be as good as its source.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def summed(answers: Tensor, source: Tensor, labels: Tensor) -> Batch:
     }
 
 
-def first_event(cell: dict[str, Any], guard: Guard) -> Event | None:
-    """What a guard would do first; it sees what it would have seen."""
+def answers(cell: dict[str, Any], guard: Guard) -> tuple[list[bool], list[Event]]:
+    """Which batches the adapted model answers, until it is taken back; what the guard does."""
     nothing = torch.zeros(1)
     witness: list[Tensor] = []
     engine: Any = SimpleNamespace(
@@ -87,18 +87,19 @@ def first_event(cell: dict[str, Any], guard: Guard) -> Event | None:
         predict=lambda *_: witness[-1],
     )
     watch = Watch(guard, engine)
+    own = []
     for batch in cell["batches"]:
         rows = torch.tensor(batch["pairs"])
-        answers, source = rows[:, :2].repeat_interleave(rows[:, 2], 0).T
+        adapted, source = rows[:, :2].repeat_interleave(rows[:, 2], 0).T
         logits, plain = (
-            torch.nn.functional.one_hot(one, cell["classes"]).float() for one in (answers, source)
+            torch.nn.functional.one_hot(one, cell["classes"]).float() for one in (adapted, source)
         )
         witness[:] = [plain]
-        watch.see(logits, logits)
+        own.append(watch.see(logits, logits) is logits)
         engine.state.batches += 1
-        if watch.events:
-            return watch.events[0]
-    return None
+        if watch.events and watch.events[-1].action in ("back", "rest"):
+            break
+    return own, watch.events
 
 
 def gains(cell: dict[str, Any]) -> list[float]:
@@ -116,10 +117,10 @@ def judge(cells: list[dict[str, Any]], guard: Guard) -> None:
     )
     found: dict[tuple[str, str], list[tuple[float, float, bool]]] = {}
     for cell in cells:
-        event, steps = first_event(cell, guard), gains(cell)
-        until = sum(steps[: event.batch] if event else steps)
+        steps, (own, events) = gains(cell), answers(cell, guard)
+        kept = sum(step for step, adapted in zip(steps, own, strict=False) if adapted)
         at = found.setdefault((cell["model"], cell["scenario"]), [])
-        at.append((sum(steps), until, event is not None))
+        at.append((sum(steps), kept, bool(events)))
     for (model, scenario), some in sorted(found.items()):
         fine = [(before - after, seen) for before, after, seen in some if before >= -1]
         hurt = [(before, after, seen) for before, after, seen in some if before < -1]
@@ -143,8 +144,8 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="of a recording; benchmarks/runs, if not given")
     for name in ("narrowing", "neglect"):
         parser.add_argument(f"--{name}", type=float, default=getattr(Guard(), name))
-    parser.add_argument("--every", type=int, default=Guard().every)
-    parser.add_argument("--rows", type=int, default=Guard().rows)
+    for name in ("every", "rows", "trial"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(Guard(), name))
     args = parser.parse_args()
     warnings.simplefilter("ignore", UserWarning)
     if args.record:
@@ -154,8 +155,8 @@ def main() -> None:
                 print(json.dumps(cell), file=file, flush=True)
         return
     cells = [json.loads(line) for line in args.file.open()] if args.file else lines("signs")
-    guard = Guard(every=args.every, rows=args.rows, narrowing=args.narrowing, neglect=args.neglect)
-    judge(cells, guard)
+    tried = ("narrowing", "neglect", "every", "rows", "trial")
+    judge(cells, Guard(**{name: getattr(args, name) for name in tried}))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,12 @@ import fata
 from fata import tiny
 from fata.bench.cell import Cell, key
 from fata.bench.workshop import Workshop
-from fata.guard import BRIEF, DRASTIC, EARLY, Sign, _of_the_batch, compare
+from fata.guard import BRIEF, EARLY, Sign, _of_the_batch, compare
 from fata.methods import SPECS
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
 NEVER = fata.Guard(narrowing=1.0, neglect=1.0, every=1)  # looks at every batch, and is content
-ALWAYS = fata.Guard(narrowing=0.0, neglect=0.0, every=1, patience=1)
+ALWAYS = fata.Guard(narrowing=0.0, neglect=0.0, every=1, trial=0, patience=1)
 HARM = Sign("narrowing", 0.5, 0.1, 0.0)
 
 
@@ -86,11 +86,50 @@ def test_a_collapse_is_taken_back():
         (source(loaded.preprocess.normalise(b.images)).argmax(1) == b.labels).sum().item()
         for b in stream
     )
-    guarded, held, _ = collapsing(True)
+    guarded, held, _ = collapsing(fata.Guard(trial=256))
     assert accuracy < 100 * plain / 960 - 20
-    assert held > 100 * plain / 960 - 10  # the first batches are lost, no more
-    assert guarded.guard.events
-    assert guarded.guard.events[0].action == "back"
+    assert held > 100 * plain / 960 - 3
+    assert [event.action for event in guarded.guard.events[:2]] == ["aside", "back"]
+
+
+HELP = Sign("narrowing", -0.5, 0.1, 0.0)
+
+
+def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path):
+    """It answers again when it has proved its worth, as if nothing had been."""
+    free = fata.adapt(build("resnet_gn"), "tent", guard=None, lr=0.01)
+    guard = fata.Guard(trial=3 * 8)
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
+    sign = {}
+    monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: sign["is"])
+    source = build("resnet_gn").eval()
+    aside = {2, 3, 4}
+    for number, images in enumerate(batches(8)):
+        sign["is"] = HARM if number in aside else HELP
+        expected, found = free(images), adapter(images)
+        with torch.no_grad():
+            expected = source(images) if number in aside else expected
+        assert torch.equal(found, expected)
+        with adapter.frozen():
+            assert torch.equal(adapter(images), expected if number in aside else adapter(images))
+        adapter.save(tmp_path / "s.safetensors")
+        adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
+        adapter.load(tmp_path / "s.safetensors")
+    assert [(event.batch, event.action) for event in adapter.guard.events] == [
+        (3, "aside"),
+        (6, "trusted"),
+    ]
+
+
+def test_a_trial_ends(monkeypatch):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(trial=3 * 8), lr=0.01)
+    sign_is(monkeypatch, adapter, adapted=HARM)
+    for images in batches(6):
+        adapter(images)
+    assert [(event.batch, event.action) for event in adapter.guard.events] == [
+        (2, "aside"),
+        (5, "back"),
+    ]
 
 
 def test_a_stream_of_one_class_is_none_of_its_business():
@@ -279,7 +318,7 @@ def test_once_it_went_well_for_long_it_looks_half_as_often(monkeypatch):
         before = adapter.counts["rows_witness"]
         adapter(images)
         looked.append(adapter.counts["rows_witness"] > before)
-    assert [n for n, look in enumerate(looked) if look] == [1, 2, 4, 6, 8, 16]
+    assert [n for n, look in enumerate(looked) if look] == [*EARLY, 8, 16]
 
 
 def test_many_answers_of_one_class_call_for_a_look(monkeypatch):
@@ -292,17 +331,7 @@ def test_many_answers_of_one_class_call_for_a_look(monkeypatch):
             adapter(images)
         looks[alarm] = adapter.counts["rows_witness"] // BRIEF
     assert looks[1.0] == len(EARLY)
-    assert len(EARLY) < looks[0.0] <= 10
-
-
-@pytest.mark.parametrize(("value", "stepped_in"), [(DRASTIC / 2, False), (2 * DRASTIC, True)])
-def test_a_host_may_narrow_a_little_as_it_begins(monkeypatch, value, stepped_in):
-    adapter = fata.adapt(build("resnet_gn"), "tent", lr=0.01)
-    found = torch.tensor([0, value, 0, value, 0])  # no majority; at once and over time
-    monkeypatch.setattr("fata.guard.compare", lambda *_: ({}, found))
-    for images in batches(7):
-        adapter(images)
-    assert bool(adapter.guard.events) == stepped_in
+    assert len(EARLY) < looks[0.0] <= 14
 
 
 @pytest.fixture

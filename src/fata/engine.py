@@ -178,10 +178,14 @@ class Engine:
 
     def answer(self, images: Tensor) -> Tensor:
         """Logits of the images from the weights that answer; learns and counts nothing."""
-        with self.counted_apart():
-            if isinstance(self.method, OwnStep):
-                with self.theta.at(self.method.answering(self), back=self.state.theta):
-                    return self.still(images)
+        weights = self.state.theta
+        if self.state.watched.aside is not None:
+            weights = self.source
+        elif isinstance(self.method, OwnStep):
+            weights = self.method.answering(self)
+        back = self.state.theta
+        moved = nullcontext() if weights is back else self.theta.at(weights, back)
+        with self.counted_apart(), moved:
             return self.still(images)
 
     @contextmanager
@@ -219,7 +223,7 @@ class Engine:
                     logits = self._step(_stand_in(images))[:0]
                 self.selected = logits[:, 0].bool(), logits[:, 0].bool()
             if self.watch:
-                self.watch.see(images, logits)
+                logits = self.watch.see(images, logits)
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""The guard: looks for signs of harm that need no labels, and takes the model back.
+"""The guard: looks for signs of harm that need no labels, lets the source answer, goes back.
 
 The source model answers some of the same images and is the witness. n are the shares of the classes
 that the adapted model answers, n0 those of the source model, H their entropy, C the classes:
@@ -12,6 +12,9 @@ Where a stream really has few classes the source model sees that too; there a mo
 answers the majority more often still (N < 0), and one that goes wrong clings to another class.
 Of M images, on which the two agree but for a share d, either is known to about sqrt(d / M) (S: of
 ln C): what goes beyond one and a half times that is beyond doubt.
+
+A model in doubt goes on to learn while its source answers: many a host narrows as it begins, and
+recovers. It is taken back if it does not.
 
 BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
 those by the source model with its own, for batches too small or too uniform to normalise with.
@@ -37,8 +40,8 @@ if TYPE_CHECKING:
 DOUBT = 1.5  # deviations of a sign
 BRIEF = 64  # answers that a sign is averaged over to see what happens at once
 ALARM = 0.4  # share of one class among the latest answers that calls for a look
-EARLY = (1, 2, 4, 6)  # batches after which the first looks are
-DRASTIC = 0.05  # S that counts from the first batch on; a host may narrow a little as it begins
+EARLY = range(1, 8)  # batches after which the first looks are
+LEAST = 384  # answers that the source gives in the adapted model's place before that is back
 SETTLED = 64  # batches after which looks come half as often,
 RARELY = 4  # and the statistics of BatchNorm are looked at in every fourth of them
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
@@ -58,6 +61,8 @@ class Guard:
         rows: how many answers a sign is averaged over to see what happens slowly.
         narrowing: the S, beyond doubt, above which the model is taken back.
         neglect: the N, beyond doubt, above which it is.
+        trial: answers that the source gives before that, while the model goes on to learn: it is
+            trusted again where the sign is below 0 beyond doubt. 0: it is taken back at once.
         ring: states kept to go back to, of looks with S below 0 beyond doubt; the source is
             always one.
         slower: factor of the rate after going back.
@@ -70,6 +75,7 @@ class Guard:
     rows: int = 448
     narrowing: float = 0.003
     neglect: float = 0.01
+    trial: int = 2048
     ring: int = 4
     slower: float = 0.1
     patience: int = 3
@@ -79,7 +85,8 @@ class Guard:
         """Refuse fields out of range."""
         for name in ("every", "rows", "ring", "term"):
             in_range(self, name, 1, whole=True)
-        in_range(self, "patience", 0, whole=True)
+        for name in ("trial", "patience"):
+            in_range(self, name, 0, whole=True)
         for name in ("narrowing", "neglect", "slower"):
             in_range(self, name, 0, 1)
 
@@ -98,12 +105,18 @@ class Sign:
         """How far it is beyond doubt; above 0 it is harm."""
         return self.value - self.doubt - self.limit
 
+    @property
+    def good(self) -> bool:
+        """Below 0 beyond doubt: the adapted model is better."""
+        return self.value < -self.doubt
+
 
 @dataclass(frozen=True)
 class Event:
     """What the guard did, and why.
 
-    Actions: `back` to an earlier state; `rest` at the source weights; `anew` from them, after a
+    Actions: `aside`: the source answers while the adapted model learns; `trusted`: it answers
+    again; `back` to an earlier state; `rest` at the source weights; `anew` from them, after a
     long time; `running`, the source model with its running statistics, where the batch's do harm;
     `batch`, to the batch's again.
     """
@@ -124,6 +137,7 @@ class Watched:
     since: int = 0  # batches since the start, or since it last went back
     last: int = 0  # of them, when it last looked
     answers: int = 0  # since the model was its source
+    aside: int | None = None  # answers that the source has given while the model learns
     scale: float = 1.0  # of the rate
     failures: int = 0
     resting: bool = False
@@ -173,27 +187,28 @@ class Watch:
         """Nothing to go back to but the source."""
         self._ring.clear()
 
-    def see(self, images: Tensor, logits: Tensor) -> None:
-        """After a batch was learned from: look, where it is time to."""
+    def see(self, images: Tensor, logits: Tensor) -> Tensor:
+        """After a batch was learned from: look, where it is time to. Returns what is answered."""
         state, group = self._engine.state, self._engine.group
         watched = state.watched
         if watched.resting:
-            return
+            return logits
         rows = group.rows(len(images))
         interval = min(self.guard.every, max(2, self.guard.every * rows // BRIEF))
         interval *= 2 if watched.since > SETTLED else 1
         since, alarmed = watched.since, self._alarm.read(state.guard.get("latest"))
         due = since in EARLY or (since and not since % interval)
-        due = due or (alarmed and since - watched.last > 1)
+        due = due or (alarmed and since - watched.last > 1) or watched.aside is not None
         state.guard = {**state.guard, "latest": _latest(state.guard.get("latest"), logits, group)}
         self._alarm.write(state.guard["latest"])
         watched.since += 1
         watched.answers += rows
-        if due:
-            watched.last = since
-            self._look(images, logits, since <= SETTLED or not since % (RARELY * interval))
+        if not due:
+            return logits
+        watched.last = since
+        return self._look(images, logits, since <= SETTLED or not since % (RARELY * interval))
 
-    def _look(self, images: Tensor, logits: Tensor, normalising: bool) -> None:
+    def _look(self, images: Tensor, logits: Tensor, normalising: bool) -> Tensor:
         """Compare; with `normalising`, also what BatchNorm normalises with."""
         engine, watched = self._engine, self._engine.state.watched
         witness = self._witness(images)
@@ -203,19 +218,40 @@ class Watch:
             if watched.running:
                 if self._mixed_again(sign):
                     self._normalise(sign, running=False)
-                return
+                return own
             if sign.excess > 0:
                 self._normalise(sign, running=True)
-                return
+                return own
         sign = self._compare("adapted", witness, logits)
+        if watched.aside is not None:
+            watched.aside += engine.group.rows(len(images))
+            return logits if self._trusted(sign) else witness
         if sign.excess > 0:
-            self._take_back(sign)
-        elif sign.name == "narrowing" and sign.value < -sign.doubt:
+            if self.guard.trial:
+                watched.aside = 0
+                self._note(sign, "aside")
+            else:
+                self._take_back(sign)
+            return witness
+        if sign.good and sign.name == "narrowing":
             state = engine.state
             here = Snapshot(sign.value, state.batches + 1, state.theta, state.host, state.plus)
             self._ring.append(here)
         elif watched.answers >= self.guard.term:
             self._go(self._source, sign, "anew")
+        return logits
+
+    def _trusted(self, sign: Sign) -> bool:
+        """Whether a model on trial answers again; if it fails it is taken back."""
+        watched = self._engine.state.watched
+        assert watched.aside is not None
+        if sign.good and watched.aside >= min(LEAST, self.guard.trial):
+            watched.aside = None
+            self._note(sign, "trusted")
+            return True
+        if watched.aside >= self.guard.trial:
+            self._take_back(sign)
+        return False
 
     def _mixed_again(self, sign: Sign) -> bool:
         """Whether batches have been of many classes for long, and their statistics do no harm."""
@@ -248,8 +284,6 @@ class Watch:
         kind, limit = "narrowing", self.guard.narrowing
         if few:
             kind, limit = "neglect", self.guard.neglect
-        elif state.watched.since <= self.guard.every:
-            limit = max(limit, DRASTIC)
         both = [Sign(kind, value, doubt, limit) for value, doubt in (values[:2], values[2:])]
         return max(both, key=lambda sign: sign.excess)
 
@@ -275,28 +309,25 @@ class Watch:
         return Snapshot(0.0, 0, self._engine.source, {}, {})
 
     def _go(self, good: Snapshot, sign: Sign, action: str) -> None:
+        self._note(sign, action, good.batch)
         state = self._engine.state
         watched = state.watched
-        watched.events.append(
-            Event(
-                state.batches + 1,
-                sign.name,
-                sign.value,
-                sign.doubt,
-                action,
-                good.batch,
-                watched.scale,
-            )
-        )
         state.theta, state.velocity = good.theta, torch.zeros_like(good.theta)
         state.host, state.plus, state.guard = good.host, good.plus, {}
         watched.since = watched.last = 0
+        watched.aside = None
         self._ring.clear()
         if good.batch:
             self._ring.append(good)
         else:
             watched.answers = 0
         self._engine.theta.write(state.theta)
+
+    def _note(self, sign: Sign, action: str, to: int = 0) -> None:
+        state = self._engine.state
+        here, scale = state.batches + 1, state.watched.scale
+        event = Event(here, sign.name, sign.value, sign.doubt, action, to, scale)
+        state.watched.events.append(event)
 
 
 class Alarm:

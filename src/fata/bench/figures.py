@@ -106,6 +106,8 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
     last = len(curve["batch"]) - 1
     places = [min(last, bisect_left(curve["batch"], event["batch"])) for event in events]
     told = {
+        "aside": "the source answers",
+        "trusted": "the adapted model answers again",
         "back": "taken back to batch {to}, at {rate:.2g} of the rate",
         "rest": "rests at the source",
         "anew": "begins anew at the source",

@@ -163,6 +163,21 @@ def averages(name: str) -> None:
         print(*at, "|", ", ".join(cells))
 
 
+def one_by_one() -> None:
+    """MEMO, beside not adapting on the same images."""
+    print("\nmemo: corruptions, source, memo")
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    for record in kept("own"):
+        p = record.protocol
+        if p["images"] == 500:
+            at = found.setdefault(p["model"], {}).setdefault(p["domains"][0], {})
+            at[p["method"]] = record.result["accuracy"]
+    for model, domains in found.items():
+        both = [at for at in domains.values() if len(at) == 2]
+        means = (f"{mean(at[method] for at in both):.2f}" for method in ("source", "memo"))
+        print(model, len(both), *means)
+
+
 def reference() -> None:
     """The ImageNet networks on the corruptions that the reference figures are of."""
     eight = (
@@ -259,6 +274,7 @@ def main() -> None:
     speeds()
     for name in ("mixed", "bs1", "own"):
         averages(name)
+    one_by_one()
     for comparison in comparisons(kept("imagenet")):
         print(markdown(comparison))
     upright(kept("imagenet"))

@@ -69,7 +69,8 @@ class Track:
 
     def ours(self, spec: str, fields: dict[str, Any], speed: str, guard: bool = False) -> Call:
         """An adapter; with the guard, behind its first looks, which come sooner."""
-        adapter = fata.adapt(copy.deepcopy(self.model), spec, guard=guard, speed=speed, **fields)
+        watch = fata.Guard(term=10**9) if guard else None  # it would begin anew: nothing is learned
+        adapter = fata.adapt(copy.deepcopy(self.model), spec, guard=watch, speed=speed, **fields)
         if adapter.guard:
             adapter._engine.state.watched.since = SETTLED + 1
         return adapter

@@ -121,6 +121,42 @@ def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path)
     ]
 
 
+def test_after_a_neglect_it_goes_back_to_the_source(monkeypatch):
+    """Whatever the sign is when the trial ends."""
+    wide, neglect = Sign("narrowing", -0.3, 0.0, 0.0), Sign("neglect", 0.5, 0.1, 0.0)
+    seen = iter((wide, wide, neglect, HARM))
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(trial=8), lr=0.01)
+    monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: next(seen))
+    for images in batches(5):
+        adapter(images)
+    assert [(event.action, event.to) for event in adapter.guard.events] == [
+        ("aside", 0),
+        ("back", 0),
+    ]
+
+
+def test_the_latest_events_are_kept(monkeypatch):
+    monkeypatch.setattr("fata.guard.LATEST", 3)
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(every=2, term=1), lr=0.01)
+    sign_is(monkeypatch, adapter)
+    for images in batches(12):
+        adapter(images)
+    found = [event.batch for event in adapter.guard.events]
+    assert len(found) == 3
+    assert found[-1] >= 11
+
+
+def test_what_is_learned_from_is_not_told_as_what_is_answered(monkeypatch):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(), lr=0.01)
+    sign_is(monkeypatch, adapter, adapted=HARM)
+    told = []
+    for images in batches(3):
+        adapter(images)
+        told.append(bool(adapter.selected))
+    assert told == [True, False, False]
+    assert adapter.counts["stepped"] == 3
+
+
 def test_a_trial_ends(monkeypatch):
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(trial=3 * 8), lr=0.01)
     sign_is(monkeypatch, adapter, adapted=HARM)
@@ -396,6 +432,45 @@ def test_a_look_that_fails_leaves_all_as_it_was(monkeypatch):
         for name, parameter in adapter.model.named_parameters():
             if f"parameter.{name}" in before:
                 assert torch.equal(parameter, before[f"parameter.{name}"])
+
+
+def test_an_undone_step_leaves_what_could_be_gone_back_to(monkeypatch):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
+    sign_is(monkeypatch, adapter, adapted=HELP)
+    *images, last = batches(4)
+    for batch in images:
+        adapter(batch)
+    before = adapter.guard.states
+    assert before
+    sign_is(monkeypatch, adapter, adapted=HARM)
+
+    def broken(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(adapter._engine.group), "tally", broken)
+    with pytest.raises(KeyboardInterrupt):
+        adapter(last)
+    assert adapter.guard.states == before
+
+
+def test_an_image_that_overflows_does_not_blind_it():
+    """A comparison in which one answer is no number, then one in which the majority is plain."""
+    own, batch = (
+        3 * answers(*[3] * 40, *range(10)),
+        answers(*range(10), *[n % 10 for n in range(40)]),
+    )
+    broken = batch.clone()
+    broken[0] = torch.nan
+    memory, _ = compare({}, own, broken, 448, _of_the_batch)
+    _, (few, *_) = compare(memory, own, batch, 448, _of_the_batch)
+    assert few
+
+
+def test_a_state_of_before_it_compared_how_sure_both_are_goes_on():
+    own, batch = answers(*[3] * 50), answers(*[n % 10 for n in range(50)])
+    memory, _ = compare({}, own, batch, 448, _of_the_batch)
+    old = {name: value for name, value in memory.items() if "surer" not in name}
+    compare(old, own, batch, 448, _of_the_batch)
 
 
 def test_single_images_are_not_condemned_by_chance():

@@ -279,7 +279,7 @@ class Adapter(nn.Module):
 
     @property
     def selected(self) -> dict[str, Tensor]:
-        """Which rows of the last batch each term selected; empty where nothing is selected."""
+        """Which rows of the last batch each term selected; empty where the source answers it."""
         engine = self._live()
         if engine.selected is None:
             return {}

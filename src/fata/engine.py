@@ -210,6 +210,7 @@ class Engine:
         """
         watched = replace(self.state.watched, events=list(self.state.watched.events))
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
+        states = self.watch.states if self.watch else ()
         try:
             if not self.theta.names or watched.resting or watched.running:
                 self.selected = None
@@ -223,12 +224,16 @@ class Engine:
                     logits = self._step(_stand_in(images))[:0]
                 self.selected = logits[:, 0].bool(), logits[:, 0].bool()
             if self.watch:
-                logits = self.watch.see(images, logits)
+                own, logits = logits, self.watch.see(images, logits)
+                if logits is not own:
+                    self.selected = None  # what was learned from is not what is answered
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
         except BaseException as error:
             self.state = before
             self.theta.write(before.theta)
+            if self.watch:
+                self.watch.states = states
             self.group.tell(error)
             raise
         self.state.batches += 1

@@ -44,6 +44,7 @@ EARLY = range(1, 8)  # batches after which the first looks are
 LEAST = 384  # answers that the source gives in the adapted model's place before that is back
 SETTLED = 64  # batches after which looks come half as often,
 RARELY = 4  # and the statistics of BatchNorm are looked at in every fourth of them
+LATEST = 1000  # events that are kept
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
 LIKELY = 0.4  # share that is a majority for BatchNorm's statistics, where it comes twice and the
 SURER = 0.05  # running ones are so much surer; with them
@@ -175,7 +176,7 @@ class Watch:
 
     @property
     def events(self) -> list[Event]:
-        """What was done so far."""
+        """What was done so far, the latest thousand."""
         return list(self._engine.state.watched.events)
 
     @property
@@ -186,6 +187,15 @@ class Watch:
     def forget(self) -> None:
         """Nothing to go back to but the source."""
         self._ring.clear()
+
+    @property
+    def states(self) -> tuple[Snapshot, ...]:
+        """What it could go back to, beside the source."""
+        return tuple(self._ring)
+
+    @states.setter
+    def states(self, states: tuple[Snapshot, ...]) -> None:
+        self._ring = deque(states, self.guard.ring)
 
     def see(self, images: Tensor, logits: Tensor) -> Tensor:
         """After a batch was learned from: look, where it is time to. Returns what is answered."""
@@ -227,11 +237,7 @@ class Watch:
             watched.aside += engine.group.rows(len(images))
             return logits if self._trusted(sign) else witness
         if sign.excess > 0:
-            if self.guard.trial:
-                watched.aside = 0
-                self._note(sign, "aside")
-            else:
-                self._take_back(sign)
+            self._doubt(sign)
             return witness
         if sign.good and sign.name == "narrowing":
             state = engine.state
@@ -240,6 +246,15 @@ class Watch:
         elif watched.answers >= self.guard.term:
             self._go(self._source, sign, "anew")
         return logits
+
+    def _doubt(self, sign: Sign) -> None:
+        if not self.guard.trial:
+            self._take_back(sign)
+            return
+        self._engine.state.watched.aside = 0
+        self._note(sign, "aside")
+        if sign.name == "neglect":
+            self._ring.clear()
 
     def _trusted(self, sign: Sign) -> bool:
         """Whether a model on trial answers again; if it fails it is taken back."""
@@ -327,7 +342,7 @@ class Watch:
         state = self._engine.state
         here, scale = state.batches + 1, state.watched.scale
         event = Event(here, sign.name, sign.value, sign.doubt, action, to, scale)
-        state.watched.events.append(event)
+        state.watched.events[:] = [*state.watched.events, event][-LATEST:]
 
 
 class Alarm:
@@ -370,7 +385,7 @@ def _of_the_batch(brief: Memory, before: Memory) -> Tensor:
     With a batch of one class it is the batch's statistics that make a model unsure.
     """
     share, surer = brief["brief.source"].amax(), brief["brief.surer"]
-    twice = _likely(brief) & _likely(before) if "brief.rows" in before else False
+    twice = _likely(brief) & _likely(before) if "brief.surer" in before else False
     return ((share > 0.5) & (surer > -UNSURE)) | twice
 
 
@@ -451,8 +466,8 @@ def _latest(before: Tensor | None, logits: Tensor, group: Alone) -> Tensor:
 
 
 def _confidence(logits: Tensor) -> Tensor:
-    """How sure each answer is."""
-    return logits.softmax(1).amax(1)
+    """How sure each answer is; not at all, where it overflows."""
+    return logits.softmax(1).amax(1).nan_to_num(0)
 
 
 def _shares(logits: Tensor, group: Alone) -> Tensor:

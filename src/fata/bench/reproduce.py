@@ -254,7 +254,7 @@ def _slots(
     scenario = one.numbers.scenario
     grid = Grid((model,), (data,), methods, (scenario,), where, seeds=seeds, images=images)
     before = f"{source} to " if source else ""
-    rows = cycle(one.methods)  # of the cells of a grid, the method changes fastest
+    rows = cycle(m for m in one.methods for _ in range(seeds))  # in the order of a grid's cells
     cells = grid.cells(open_data)
     return tuple(Slot(next(rows), before + cell.domains[0], cell) for cell in cells)
 

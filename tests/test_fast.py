@@ -274,6 +274,45 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
     assert all(a is b for a, b in zip(found, before, strict=True))
 
 
+class Caching(torch.nn.Module):
+    """Keeps something for the size of the latest images alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.model, self.kept = build("resnet_gn"), (0, None)
+
+    def forward(self, images):
+        side = images.shape[-1]
+        if self.kept[0] != side:
+            self.kept = side, torch.full((3, side, side), 0.1, device=images.device)
+        return self.model(images + self.kept[1])
+
+
+def test_what_a_recording_reads_is_held():
+    model, images = Caching(), batches("cpu")[0]
+    model(images)
+    with program.Found() as found, torch.no_grad():
+        model(images)
+    places = {t.untyped_storage().data_ptr() for t in (images, model.kept[1])}
+    places |= {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    assert {storage.data_ptr() for storage in found.storages.values()} == places
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_may_drop_what_it_kept_for_a_size(device):
+    answers = []
+    for speed in ("exact", "fast"):
+        adapter = fata.adapt(Caching().to(device), "tent", speed=speed, lr=0.01, guard=None)
+        draw = torch.Generator().manual_seed(0)
+        answers.append([])
+        for side in (16, 16, 16, 24, 24, 24, 16, 16, 24):
+            answers[-1].append(adapter(torch.rand(8, 3, side, side, generator=draw).to(device)))
+            _ = [torch.full((3, s, s), 9.0, device=device) for s in (16, 24) for _ in range(50)]
+    limit = 1e-4 if device == "cpu" else 0.1
+    for a, b in zip(*answers, strict=True):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+
+
 def test_a_pool_ends_with_the_last_recording_in_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     pools = program.Pools()
@@ -356,7 +395,7 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
         assert not inside
         inside.append(self)
         try:
-            with Recording():
+            with program.Found(), Recording():
                 return plain(self, *given)
         finally:
             inside.pop()

@@ -12,13 +12,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 OFTEN = 64  # calls after which a program is compiled
 
@@ -43,6 +45,36 @@ class Pools:
         pool = self._used.get(compiled) or Pool()
         self._used[compiled] = pool
         return pool
+
+
+class Found(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Holds the memory that a function finds, rather than makes: recorded, it is read for ever.
+
+    A model may drop it before, such as what it keeps for the size of the latest images.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation; what it takes and no other has given was there before."""
+        taken = {s._cdata: s for s in _storages((args, kwargs))}
+        self.storages |= {place: s for place, s in taken.items() if place not in self._made}
+        given = func(*args, **(kwargs or {}))
+        self._made |= {s._cdata for s in _storages(given)}
+        return given
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 @dataclass
@@ -72,6 +104,7 @@ class Program:
     _outputs: Sequence[Tensor] = field(default=(), repr=False)
     _outcome: TreeSpec | None = None
     _pool: Pool | None = None
+    _found: Found | None = field(default=None, repr=False)
 
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
@@ -104,14 +137,18 @@ class Program:
         graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
         pool = self.pools.of(compiled=self._flat is not None)
+        found = Found()
         try:
-            with torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"):
+            with (
+                found if self._flat is None else nullcontext(),  # what is compiled holds its own
+                torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
+            ):
                 outputs = self._through(own)
         except RuntimeError as error:
             _left("recorded", error)  # where there is a recording, it stays
         else:
             self._graph, self._inputs, self._outputs = graph, own, outputs
-            self._pool = pool
+            self._pool, self._found = pool, found
 
     def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
         own = (channels_last(tensor) if self.compiles else tensor for tensor in given)

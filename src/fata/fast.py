@@ -62,7 +62,7 @@ class Told(NamedTuple):
 
     logits: Tensor
     finite: Tensor  # rows whose logits are
-    pixels: Tensor  # whether all of them are
+    pixels: Tensor  # whether all of the images' are
     host: Selection
     plus: Selection
     perturb: Sequence[Perturb]  # one, or none

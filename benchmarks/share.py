@@ -125,7 +125,7 @@ def settings(model: nn.Module, spec: str, images: Tensor, share: Share) -> dict[
         fields = {"threshold": threshold, "plpd_threshold": least, "shuffle": order}
     if plus:
         fields["fata_threshold"] = between(sure, share.plus)
-    return {**fields, "lr": 1e-9}
+    return {**fields, "lr": 1e-30}
 
 
 def between(values: Tensor, share: float) -> float:

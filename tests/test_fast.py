@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import fata
-from fata import fast, program, tiny
+from fata import fast, group_norm, program, tiny
 from fata.adapter import default_speed
 from fata.bench.measure import Clock
 from fata.losses import entropy
@@ -243,7 +244,7 @@ def test_a_copy_has_programs_of_its_own(monkeypatch):
 def test_programs_end_with_their_adapter(how):
     """Not some time later: on a GPU they hold memory."""
     adapter, _ = run("resnet_gn", "tent", "fast", "cpu")
-    held = [weakref.ref(one) for one, _ in adapter._engine._programs.values()]
+    held = [weakref.ref(ran.program) for ran in adapter._engine._programs.values()]
     gc.disable()
     try:
         if how == "unwrap":
@@ -324,6 +325,66 @@ def test_a_pool_ends_with_the_last_recording_in_it(monkeypatch):
     assert pools.of(compiled=True) is two
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_is_put_once_for_all_that_read_it(device):
+    kept, (first, second, _) = program.Kept(), batches(device)[:3]
+    place = kept.put(first, large=True)
+    assert place is kept.put(second, large=False)
+    assert place in kept
+    assert first not in kept
+    assert place.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(place, second)
+    assert kept.put(first[:3], large=False) is not place
+    held = weakref.ref(place)
+    del place
+    assert held() is None  # no program reads it
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_of_all_kinds_are_copied(device):
+    draw = torch.Generator().manual_seed(0)
+    images = torch.rand(2, 3, 4, 4, generator=draw).to(device)
+    given = [
+        images,
+        images > 0.5,
+        images.argmax(1),
+        images[0, 0, 0, 0],
+        images.sum(1)[:0],
+        images[:, :1].expand(2, 3, 4, 4),
+    ]
+    into = [torch.zeros_like(one) for one in given]
+    into[0] = into[0].contiguous(memory_format=torch.channels_last)
+    stays = torch.ones(2, device=device)
+    program.copy([*into, stays], [*given, stays])
+    for own, new in zip(into, given, strict=True):
+        assert torch.equal(own, new)
+    assert torch.equal(stays, torch.ones_like(stays))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(6, 8), (6, 8, 5), (6, 8, 3, 5)])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("affine", [True, False])
+def test_group_norm_that_is_compiled_is_torchs_own(device, shape, groups, affine):
+    torch.manual_seed(0)
+    norm = torch.nn.GroupNorm(groups, 8, affine=affine).to(device)
+    for parameter in norm.parameters():
+        torch.nn.init.normal_(parameter)
+    x, slope = (torch.randn(shape, device=device) + 1 for _ in range(2))
+
+    def there_and_back(x, slope, *parameters):
+        leaves = [tensor.detach().requires_grad_() for tensor in (x, *parameters)]
+        named = dict(zip(("weight", "bias"), leaves[1:], strict=False))
+        y = torch.func.functional_call(norm, named, leaves[0])
+        return [y.detach(), *torch.autograd.grad((y * slope).sum(), leaves)]
+
+    given = (x, slope, *(parameter.detach() for parameter in norm.parameters()))
+    traced = make_fx(there_and_back, group_norm.TABLE)(*given)
+    assert not any("native_group_norm" in str(node.target) for node in traced.graph.nodes)
+    for ours, own in zip(traced(*given), there_and_back(*given), strict=True):
+        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
     """Programs move to other memory, one by one, and new ones come to what the last has left."""
@@ -336,7 +397,9 @@ def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
         for size in (16, 8, 12):
             for _ in range(6):
                 adapter(batches(device)[0][:size])
-    assert all(one._graph is not None for one, _ in adapter._engine._programs.values())
+    again = [ran.program for ran in adapter._engine._programs.values() if ran.program._calls > 1]
+    assert again
+    assert all(one._graph is not None for one in again)
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -16,10 +16,10 @@ CPU programs run as they are, in the model's own precision.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -31,7 +31,7 @@ from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, NotFiniteError, Pass, Terms
 from fata.method import BLIND, Batch, Memory, OwnStep
 from fata.norms import norm_layers
-from fata.program import Pools, Program, channels_last
+from fata.program import Kept, Pools, Program, channels_last
 from fata.selection import Selection
 from fata.tap import Answer, answering
 from fata.updates import ascend, either, sgd
@@ -86,10 +86,19 @@ class Moved(NamedTuple):
     dropped: Tensor
 
 
+@dataclass
+class Ran:
+    """A program, the rows that it passes, and when it last ran."""
+
+    program: Program
+    passed: dict[str, int | Tensor] | None = None
+    latest: float = 0
+
+
 class FastEngine(Engine):
     """An engine whose passes are programs."""
 
-    _programs: OrderedDict[object, tuple[Program, dict[str, int | Tensor]]]  # the latest last
+    _programs: dict[object, Ran]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -99,7 +108,7 @@ class FastEngine(Engine):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, which records its own: a program knows where this model's weights are."""
-        return {**self.__dict__, "_programs": None, "_pools": None}
+        return {**self.__dict__, "_programs": None, "_pools": None, "_kept": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -152,7 +161,9 @@ class FastEngine(Engine):
 
     def _by_programs(self, images: Tensor) -> Tensor:
         state, sharp = self.state, self.method.ascent is not None
-        given = Seen(images, self._noise(images), state.host, state.plus)
+        pixels = self._kept.put(images, self._large) if images.is_cuda else images
+        given = Seen(pixels, self._noise(images), state.host, state.plus)
+        moving = self._moving()
         dense = self._dense() and not self.method.looks
         moved: Moved | None = None
         if not dense:
@@ -160,7 +171,7 @@ class FastEngine(Engine):
         elif sharp:
             _, told = self._run("up", self._up, given, state.theta, leaves=True)
         else:
-            moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
+            moved, told = self._run("whole", self._whole, given, moving, leaves=True)
         terms = Terms(self._seen(images, told.logits), told.host, told.plus)
         if self.method.looks:
             terms = self._terms(terms.batch, state.host)
@@ -173,7 +184,7 @@ class FastEngine(Engine):
                 self.theta.write(state.theta)
                 moved, dense = None, False
             if moved is None:
-                self._learn_from(terms, chosen, told.perturb, climbed=dense)
+                self._learn_from(terms, pixels, chosen, told.perturb, moving, climbed=dense)
         if moved is not None:
             self._take(moved)
         if self._recover():
@@ -183,21 +194,28 @@ class FastEngine(Engine):
         return told.logits  # type: ignore[no-any-return]
 
     def _learn_from(
-        self, terms: Terms, chosen: Tensor, perturb: Sequence[Perturb], climbed: bool
+        self,
+        terms: Terms,
+        pixels: Tensor,
+        chosen: Tensor,
+        perturb: Sequence[Perturb],
+        moving: Moving,
+        climbed: bool,
     ) -> None:
-        """The selected rows' programs."""
+        """The selected rows' programs, which read the pixels from where the first one did."""
         state, sharp = self.state, self.method.ascent is not None
         host, plus = (bool(rows.any()) for rows in chosen)
+        if not host and not plus:
+            state.host = self.method.observe(terms.batch, terms.host, state.host)
+            return
+        terms = replace(terms, batch=replace(terms.batch, images=pixels))
         every = torch.arange(self._rows)
         if sharp and host and not climbed:
             where = self._where(every if self.coupled else chosen[0].nonzero()[:, 0])
             self._run("climb", self._climb, where, terms, state.theta, leaves=True)
-        if not host and not plus:
-            state.host = self.method.observe(terms.batch, terms.host, state.host)
-            return
         shared = self.coupled and not sharp  # statistics of the whole batch
         where = self._where(every if shared else chosen.any(0).nonzero()[:, 0])
-        given = (where, terms, perturb if plus else [], state.host, self._moving())
+        given = (where, terms, perturb if plus else [], state.host, moving)
         self._take(self._run("descend", self._descend, *given, leaves=True))
 
     def _take(self, moved: Moved) -> None:
@@ -209,13 +227,13 @@ class FastEngine(Engine):
         """Which rows each term selected, and whether all are finite: a wait for the device."""
         assert self.selected is not None
         pixels = told.pixels.expand_as(told.finite)
-        *selected, finite, pixels = torch.stack((*self.selected, told.finite, pixels)).cpu()
-        if not pixels.all():
+        found = torch.stack((*self.selected, told.finite, pixels)).cpu()
+        host, plus, finite, fine = found.sum(1).tolist()
+        if fine < self._rows:
             raise NotFiniteError
-        chosen = torch.stack(selected)
-        host, plus, some = torch.stack((*chosen, chosen.any(0))).sum(1).tolist()
-        self._noted(host, plus, some, self._rows)
-        return chosen, bool(finite.all())
+        chosen = found[:2]
+        self._noted(host, plus, int(chosen.any(0).sum()), self._rows)
+        return chosen, finite == self._rows
 
     def _noise(self, images: Tensor) -> list[Tensor]:
         """What a batch is perturbed by, alpha and beta."""
@@ -338,21 +356,24 @@ class FastEngine(Engine):
         tensors, spec = tree_flatten(given)
         active = self.statistics is None or self.statistics.active
         at = (name, active, spec, *((tensor.shape, tensor.dtype) for tensor in tensors))
-        if at in self._programs:
-            program, _ = self._programs[at]
-            self._programs.move_to_end(at)
-        else:
-            while len(self._programs) >= MOST:
-                self._programs.popitem(last=False)
+        ran = self._programs.get(at)
+        if ran is None:
             after = self.theta.write if leaves else None
             what = f"{name}, {len(tensors[0])} rows"
-            program = Program(self._in_half(function), spec, after, self._pools, what, self._large)
-        before = program.compile_seconds
+            function = self._in_half(function)
+            program = Program(function, spec, after, self._pools, what, self._large, self._kept)
+            ran = Ran(program)
+        before = ran.program.compile_seconds
         with self.counted_apart() as passed:
-            outcome = program(tensors)
-        self.compile_seconds += program.compile_seconds - before
-        _, counts = self._programs.setdefault(at, (program, passed))
-        self.state.count(**counts)
+            outcome = ran.program(tensors)
+        self.compile_seconds += ran.program.compile_seconds - before
+        if ran.passed is None:
+            ran.passed = passed
+            while len(self._programs) >= MOST:
+                del self._programs[min(self._programs, key=lambda at: self._programs[at].latest)]
+            self._programs[at] = ran
+        ran.latest = time.monotonic()
+        self.state.count(**ran.passed)
         return outcome
 
     def _in_half(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,11 +393,11 @@ class FastEngine(Engine):
         return [parameter.data_ptr() for parameter in self._weights]
 
     def _forget(self) -> None:
-        self._programs = OrderedDict()
+        self._programs = {}
         self._weights = list(self.model.parameters())
         self._places = self._where_weights_are()
         on_gpu = self.device.type == "cuda"
-        self._pools = Pools()
+        self._pools, self._kept = Pools(), Kept()
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
         self._norms = [norm for _, norm in norm_layers(self.model)]
         halves = _halves(self.model, self.theta.parameters, self._large)

@@ -22,6 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from fata.group_norm import TABLE
+
 OFTEN = 64  # calls after which a program is compiled
 
 Flat = Callable[..., Sequence[Tensor]]
@@ -45,6 +47,26 @@ class Pools:
         pool = self._used.get(compiled) or Pool()
         self._used[compiled] = pool
         return pool
+
+
+class Kept:
+    """Where a batch is put once, for all programs that read it; ends with the last of them."""
+
+    def __init__(self) -> None:
+        self._places: weakref.WeakValueDictionary[object, Tensor] = weakref.WeakValueDictionary()
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        return any(tensor is place for place in self._places.values())
+
+    def put(self, tensor: Tensor, large: bool) -> Tensor:
+        """Its values, where others of its shape were before."""
+        at = tensor.shape, tensor.dtype
+        place = self._places.get(at)
+        if place is None:
+            place = self._places[at] = own(tensor, large)
+        else:
+            place.copy_(tensor, non_blocking=True)
+        return place
 
 
 class Found(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,6 +110,7 @@ class Program:
         pools: memory to record in.
         name: what a message calls it.
         compiles: whether it is worth compiling.
+        kept: tensors that are read where they are; all others are copied.
     """
 
     function: Callable[..., Any]
@@ -96,6 +119,7 @@ class Program:
     pools: Pools
     name: str
     compiles: bool
+    kept: Kept = field(default_factory=Kept)
     compile_seconds: float = 0.0
     _flat: Flat | None = None  # compiled
     _calls: int = 0
@@ -117,9 +141,10 @@ class Program:
         if self._graph is None:
             outputs = self._through(given)
         else:
-            torch._foreach_copy_(self._inputs, given, non_blocking=True)
+            copy(self._inputs, given)
             self._graph.replay()
-            outputs = [output.clone() for output in self._outputs]
+            outputs = [torch.empty_like(output) for output in self._outputs]
+            copy(outputs, self._outputs)
         assert self._outcome is not None
         return tree_unflatten(outputs, self._outcome)
 
@@ -151,8 +176,7 @@ class Program:
             self._pool, self._found = pool, found
 
     def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
-        own = (channels_last(tensor) if self.compiles else tensor for tensor in given)
-        return [tensor.clone(memory_format=torch.preserve_format) for tensor in own]
+        return [t if t in self.kept else own(t, self.compiles) for t in given]
 
     def _compile(self, given: Sequence[Tensor]) -> None:
         begun = time.perf_counter()
@@ -168,7 +192,7 @@ class Program:
 def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
     """The same function, compiled for tensors like these."""
     with torch.autograd.set_multithreading_enabled(False):  # tracing follows one thread
-        graph = make_fx(lambda *tensors: function(*tensors))(*given)
+        graph = make_fx(lambda *tensors: function(*tensors), TABLE)(*given)
     run = torch.compile(graph, fullgraph=True, dynamic=False)
 
     def without_gradient(*tensors: Tensor) -> Sequence[Tensor]:
@@ -177,6 +201,26 @@ def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
 
     without_gradient(*given)
     return without_gradient
+
+
+def copy(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
+    """Values of many tensors, at once where they are alike; one that stays has them already."""
+    alike: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for own, new in zip(into, given, strict=True):
+        if own.stride() != new.stride():
+            own.copy_(new, non_blocking=True)
+        elif own is not new:
+            ours, theirs = alike.setdefault(own.dtype, ([], []))
+            ours.append(own)
+            theirs.append(new)
+    for ours, theirs in alike.values():
+        torch._foreach_copy_(ours, theirs, non_blocking=True)
+
+
+def own(tensor: Tensor, large: bool) -> Tensor:
+    """A copy to record with; for a large network, as its convolutions want it."""
+    tensor = channels_last(tensor) if large else tensor
+    return tensor.clone(memory_format=torch.preserve_format)
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -363,7 +363,7 @@ def test_tensors_of_all_kinds_are_copied(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("shape", [(6, 8), (6, 8, 5), (6, 8, 3, 5)])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("affine", [True, False])
 def test_group_norm_that_is_compiled_is_torchs_own(device, shape, groups, affine):
     torch.manual_seed(0)

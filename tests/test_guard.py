@@ -93,6 +93,7 @@ def test_a_collapse_is_taken_back():
 
 
 HELP = Sign("narrowing", -0.5, 0.1, 0.0)
+OPEN = Sign("narrowing", 0.0, 0.1, 0.0)
 
 
 def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path):
@@ -166,6 +167,50 @@ def test_a_trial_ends(monkeypatch):
         (2, "aside"),
         (5, "back"),
     ]
+
+
+def followed(monkeypatch, signs, trial, term=10**9):
+    """A sign after each batch of 8: what the guard does, which batches the source answers."""
+    guard = fata.Guard(trial=trial * 8, term=term)
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
+    seen = iter(signs)
+    monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: next(seen))
+    source, answered = build("resnet_gn").eval(), []
+    for number, images in enumerate(batches(len(signs) + 1)):
+        with torch.no_grad():
+            still = torch.equal(adapter(images), source(images))
+        if still and number:
+            answered.append(number)
+    return [(event.batch - 1, event.action) for event in adapter.guard.events], answered
+
+
+def test_a_model_that_was_taken_back_answers_when_it_has_proved_better(monkeypatch):
+    signs = [HARM, HARM, HARM, OPEN, OPEN, HELP, HELP, HELP]
+    events, answered = followed(monkeypatch, signs, trial=2)
+    assert events == [(1, "aside"), (3, "back"), (6, "trusted")]
+    assert answered == [1, 2, 3, 4, 5]
+
+
+def test_a_model_of_which_nothing_is_known_stays_on_trial(monkeypatch):
+    """It is taken back only while the sign means harm."""
+    signs = [HARM, OPEN, OPEN, OPEN, OPEN, HELP, HELP]
+    events, answered = followed(monkeypatch, signs, trial=2)
+    assert events == [(1, "aside"), (6, "trusted")]
+    assert answered == [1, 2, 3, 4, 5]
+
+
+def test_a_trial_without_end_begins_anew(monkeypatch):
+    events, _ = followed(monkeypatch, [HARM, *[OPEN] * 6], trial=2, term=5 * 8)
+    assert events == [(1, "aside"), (4, "anew")]
+
+
+def test_trust_that_was_lost_takes_longer_to_win_again(monkeypatch):
+    monkeypatch.setattr("fata.guard.LEAST", 2 * 8)
+    signs = [HARM, *[HELP] * 3, HARM, *[HELP] * 5, HARM, *[HELP] * 9]
+    events, _ = followed(monkeypatch, signs, trial=100)
+    assert events == [
+        (1, "aside"), (3, "trusted"), (5, "aside"), (9, "trusted"), (12, "aside"), (20, "trusted"),
+    ]  # fmt: skip
 
 
 def test_a_stream_of_one_class_is_none_of_its_business():

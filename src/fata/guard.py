@@ -14,7 +14,7 @@ Of M images, on which the two agree but for a share d, either is known to about 
 ln C): what goes beyond one and a half times that is beyond doubt.
 
 A model in doubt goes on to learn while its source answers: many a host narrows as it begins, and
-recovers. It is taken back if it does not.
+recovers. It is taken back if it does not, and answers again only once it has proved better.
 
 BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
 those by the source model with its own, for batches too small or too uniform to normalise with.
@@ -41,7 +41,8 @@ DOUBT = 1.5  # deviations of a sign
 BRIEF = 64  # answers that a sign is averaged over to see what happens at once
 ALARM = 0.4  # share of one class among the latest answers that calls for a look
 EARLY = range(1, 8)  # batches after which the first looks are
-LEAST = 384  # answers that the source gives in the adapted model's place before that is back
+LEAST = 384  # answers that the source gives in the adapted model's place before that is trusted,
+AGAIN = 2  # times as many each time that it had been and failed
 SETTLED = 64  # batches after which looks come half as often,
 RARELY = 4  # and the statistics of BatchNorm are looked at in every fourth of them
 LATEST = 1000  # events that are kept
@@ -64,6 +65,7 @@ class Guard:
         neglect: the N, beyond doubt, above which it is.
         trial: answers that the source gives before that, while the model goes on to learn: it is
             trusted again where the sign is below 0 beyond doubt. 0: it is taken back at once.
+            Then, too, the source answers until it is.
         ring: states kept to go back to, of looks with S below 0 beyond doubt; the source is
             always one.
         slower: factor of the rate after going back.
@@ -117,9 +119,9 @@ class Event:
     """What the guard did, and why.
 
     Actions: `aside`: the source answers while the adapted model learns; `trusted`: it answers
-    again; `back` to an earlier state; `rest` at the source weights; `anew` from them, after a
-    long time; `running`, the source model with its running statistics, where the batch's do harm;
-    `batch`, to the batch's again.
+    again; `back` to an earlier state, still aside; `rest` at the source weights; `anew` from them,
+    after a long time; `running`, the source model with its running statistics, where the batch's
+    do harm; `batch`, to the batch's again.
     """
 
     batch: int  # after which
@@ -139,6 +141,7 @@ class Watched:
     last: int = 0  # of them, when it last looked
     answers: int = 0  # since the model was its source
     aside: int | None = None  # answers that the source has given while the model learns
+    trusted: int = 0  # times that the model was, since it last went back
     scale: float = 1.0  # of the rate
     failures: int = 0
     resting: bool = False
@@ -260,12 +263,15 @@ class Watch:
         """Whether a model on trial answers again; if it fails it is taken back."""
         watched = self._engine.state.watched
         assert watched.aside is not None
-        if sign.good and watched.aside >= min(LEAST, self.guard.trial):
+        if sign.good and watched.aside >= min(LEAST, self.guard.trial) * AGAIN**watched.trusted:
             watched.aside = None
+            watched.trusted += 1
             self._note(sign, "trusted")
             return True
-        if watched.aside >= self.guard.trial:
+        if watched.aside >= self.guard.trial and sign.excess > 0:
             self._take_back(sign)
+        elif watched.answers >= self.guard.term:
+            self._go(self._source, sign, "anew")
         return False
 
     def _mixed_again(self, sign: Sign) -> bool:
@@ -313,6 +319,7 @@ class Watch:
         if sign.name == "narrowing" and not watched.resting:
             good = min((good, *self._ring), key=lambda snapshot: snapshot.narrowing)
         self._go(good, sign, "rest" if watched.resting else "back")
+        watched.aside = None if watched.resting else 0
 
     def _normalise(self, sign: Sign, running: bool) -> None:
         """From now on with the running statistics, or with the batch's again."""
@@ -330,7 +337,7 @@ class Watch:
         state.theta, state.velocity = good.theta, torch.zeros_like(good.theta)
         state.host, state.plus, state.guard = good.host, good.plus, {}
         watched.since = watched.last = 0
-        watched.aside = None
+        watched.aside, watched.trusted = None, 0
         self._ring.clear()
         if good.batch:
             self._ring.append(good)

@@ -136,15 +136,20 @@ def settings(name: str) -> None:
 
 
 def speeds() -> None:
-    """How far `fast` is from `exact`, where neither collapses."""
-    exact = {_cell(record): record for record in kept("normal")}
-    free = [r for r in kept("guard-fast") if r.protocol["guard"] is None and _cell(r) in exact]
-    both = [(exact[_cell(record)], record) for record in (*kept("fast"), *free)]
-    fine = [pair for pair in both if not any(map(collapsed, pair))]
-    apart = [b.result["accuracy"] - a.result["accuracy"] for a, b in fine]
-    print(
-        f"\nfast - exact: {mean(apart):+.2f}, at most {max(map(abs, apart)):.2f}, {len(fine)} cells"
-    )
+    """How far `fast` is from `exact`, where neither collapses; a guard that did nothing is none."""
+    exact = {_cell(r): r for name in ("normal", "imagenet") for r in kept(name)}
+    found: dict[str, list[float]] = {}
+    for record in (r for name in ("fast", "guard-fast", "guard-imagenet") for r in kept(name)):
+        other = exact.get(_cell(record))
+        if other is None or record.result.get("guard") or any(map(collapsed, (record, other))):
+            continue
+        change = record.result["accuracy"] - other.result["accuracy"]
+        found.setdefault(record.protocol["model"], []).append(change)
+    for model, apart in found.items():
+        print(
+            f"\nfast - exact, {model}: {mean(apart):+.2f}, {min(apart):+.2f} to {max(apart):+.2f},",
+            f"{sum(abs(change) > 1 for change in apart)} of {len(apart)} cells over a point apart",
+        )
 
 
 def averages(name: str) -> None:
@@ -200,9 +205,12 @@ def reference() -> None:
             print(f"{model:10} {method:10} {mean(cells.values()):.2f} {mean(fine):.2f}")
 
 
+FREE = ("normal", "label-shift", "mixed", "imagenet")  # cells without the guard
+
+
 def held(name: str) -> None:
     """What the guard gave: against not adapting, and against the same cells without it."""
-    free = {_cell(r): r for other in ("normal", "label-shift", "mixed") for r in kept(other)}
+    free = {_cell(r): r for other in FREE for r in kept(other)}
     still: dict[tuple[str, ...], float] = {}
     for cell, record in free.items():
         if cell[1] in ("source", "norm"):
@@ -279,7 +287,7 @@ def main() -> None:
         print(markdown(comparison))
     upright(kept("imagenet"))
     reference()
-    for name in ("guard", "guard-fast"):
+    for name in ("guard", "guard-fast", "guard-aside", "guard-imagenet"):
         held(name)
 
 

@@ -138,14 +138,16 @@ def settings(name: str) -> None:
 def speeds() -> None:
     """How far `fast` is from `exact`, where neither collapses; a guard that did nothing is none."""
     exact = {_cell(r): r for name in ("normal", "imagenet") for r in kept(name)}
-    found: dict[str, list[float]] = {}
+    found: dict[str, dict[tuple[str, ...], float]] = {}
     for record in (r for name in ("fast", "guard-fast", "guard-imagenet") for r in kept(name)):
-        other = exact.get(_cell(record))
-        if other is None or record.result.get("guard") or any(map(collapsed, (record, other))):
+        cell, idle = _cell(record), record.protocol["method"] in ("source", "norm")
+        if cell not in exact or idle or record.result.get("guard"):
             continue
-        change = record.result["accuracy"] - other.result["accuracy"]
-        found.setdefault(record.protocol["model"], []).append(change)
-    for model, apart in found.items():
+        if not any(map(collapsed, (record, exact[cell]))):
+            change = record.result["accuracy"] - exact[cell].result["accuracy"]
+            found.setdefault(record.protocol["model"], {})[cell] = change
+    for model, cells in found.items():
+        apart = cells.values()
         print(
             f"\nfast - exact, {model}: {mean(apart):+.2f}, {min(apart):+.2f} to {max(apart):+.2f},",
             f"{sum(abs(change) > 1 for change in apart)} of {len(apart)} cells over a point apart",

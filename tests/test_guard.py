@@ -204,6 +204,22 @@ def test_a_trial_without_end_begins_anew(monkeypatch):
     assert events == [(1, "aside"), (4, "anew")]
 
 
+def test_an_old_model_has_its_trial_too(monkeypatch):
+    """Its term has long been over, since it did well."""
+    events, _ = followed(monkeypatch, [*[HELP] * 5, HARM, OPEN, HELP, HELP], trial=3, term=2 * 8)
+    assert events == [(6, "aside"), (9, "trusted")]
+
+
+def test_what_is_unwrapped_is_what_answered(monkeypatch):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(), lr=0.01)
+    sign_is(monkeypatch, adapter, adapted=HARM)
+    images = batches(3)
+    answers = [adapter(some) for some in images]
+    assert adapter.counts["stepped"] == 3
+    with torch.no_grad():
+        assert torch.equal(adapter.unwrap()(images[-1]), answers[-1])
+
+
 def test_trust_that_was_lost_takes_longer_to_win_again(monkeypatch):
     monkeypatch.setattr("fata.guard.LEAST", 2 * 8)
     signs = [HARM, *[HELP] * 3, HARM, *[HELP] * 5, HARM, *[HELP] * 9]

@@ -313,14 +313,14 @@ class Adapter(nn.Module):
                 engine.watch.forget()
 
     def unwrap(self) -> nn.Module:
-        """The plain model with the adapted weights, its modes and flags as they were given.
+        """The plain model with the weights that answer, its modes and flags as they were given.
 
-        The adapter is of no use afterwards. A BatchNorm model is back at its running statistics;
-        after CoTTA the weights are the teacher's, which gave the answers.
+        Those are the adapted ones; after CoTTA the teacher's, and the source's where the guard lets
+        it answer. The adapter is of no use afterwards. A BatchNorm model is back at its running
+        statistics.
         """
         engine = self._live()
-        if isinstance(engine.method, OwnStep):
-            engine.theta.write(engine.method.answering(engine))
+        engine.theta.write(engine.answering)
         self._release()
         self._engine = None
         return self.model

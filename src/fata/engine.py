@@ -176,14 +176,18 @@ class Engine:
         """What is passed inside has no part in what other ranks pass."""
         return self.statistics.apart() if self.statistics else nullcontext()
 
+    @property
+    def answering(self) -> Tensor:
+        """The weights that answer: the adapted ones, the source's or a teacher's."""
+        if self.state.watched.aside is not None:
+            return self.source
+        if isinstance(self.method, OwnStep):
+            return self.method.answering(self)
+        return self.state.theta
+
     def answer(self, images: Tensor) -> Tensor:
         """Logits of the images from the weights that answer; learns and counts nothing."""
-        weights = self.state.theta
-        if self.state.watched.aside is not None:
-            weights = self.source
-        elif isinstance(self.method, OwnStep):
-            weights = self.method.answering(self)
-        back = self.state.theta
+        weights, back = self.answering, self.state.theta
         moved = nullcontext() if weights is back else self.theta.at(weights, back)
         with self.counted_apart(), moved:
             return self.still(images)

@@ -14,7 +14,8 @@ Of M images, on which the two agree but for a share d, either is known to about 
 ln C): what goes beyond one and a half times that is beyond doubt.
 
 A model in doubt goes on to learn while its source answers: many a host narrows as it begins, and
-recovers. It is taken back if it does not, and answers again only once it has proved better.
+recovers. It is taken back if it does not, and answers again only once it has proved better, or
+where it has proved nothing for so long that it begins anew.
 
 BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
 those by the source model with its own, for batches too small or too uniform to normalise with.
@@ -119,9 +120,9 @@ class Event:
     """What the guard did, and why.
 
     Actions: `aside`: the source answers while the adapted model learns; `trusted`: it answers
-    again; `back` to an earlier state, still aside; `rest` at the source weights; `anew` from them,
-    after a long time; `running`, the source model with its running statistics, where the batch's
-    do harm; `batch`, to the batch's again.
+    again; `back` to an earlier state, the source answers until it is trusted; `rest` at the source
+    weights; `anew` from them, after a long time, and answers at once; `running`, the source model
+    with its running statistics, where the batch's do harm; `batch`, to the batch's again.
     """
 
     batch: int  # after which
@@ -268,10 +269,11 @@ class Watch:
             watched.trusted += 1
             self._note(sign, "trusted")
             return True
-        if watched.aside >= self.guard.trial and sign.excess > 0:
-            self._take_back(sign)
-        elif watched.answers >= self.guard.term:
-            self._go(self._source, sign, "anew")
+        if watched.aside >= self.guard.trial:
+            if sign.excess > 0:
+                self._take_back(sign)
+            elif watched.answers >= self.guard.term and not sign.good:
+                self._go(self._source, sign, "anew")
         return False
 
     def _mixed_again(self, sign: Sign) -> bool:

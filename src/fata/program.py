@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fata.group_norm import TABLE
+from fata.decompositions import TABLE
 
 OFTEN = 64  # calls after which a program is compiled
 
@@ -138,8 +138,8 @@ class Program:
             self._compile(given)
         if given[0].is_cuda and (compiles or self._calls == 2):
             self._record(given)
-        if self._graph is None:
-            outputs = self._through(given)
+        if self._graph is None:  # what it gives may be of what it was given
+            outputs = self._through([t.clone() if t in self.kept else t for t in given])
         else:
             copy(self._inputs, given)
             self._graph.replay()

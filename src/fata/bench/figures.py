@@ -108,7 +108,7 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
     told = {
         "aside": "the source answers",
         "trusted": "the adapted model answers again",
-        "back": "taken back to batch {to}, at {rate:.2g} of the rate",
+        "back": "taken back to batch {to}, at {rate:.2g} of the rate; the source answers",
         "rest": "rests at the source",
         "anew": "begins anew at the source",
         "running": "answers with the running statistics",

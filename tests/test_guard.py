@@ -319,6 +319,25 @@ def test_what_went_wrong_slowly_shows_over_time():
     assert seen[-1][2] > seen[-1][3]
 
 
+def surely(confidence, many):
+    """64 answers, so sure, so many of them of one class and the others of all."""
+    classes = [*[3] * many, *(n % 10 for n in range(64 - many))]
+    hot = torch.nn.functional.one_hot(torch.tensor(classes), 10)
+    return torch.where(hot == 1, confidence, (1 - confidence) / 9).log()
+
+
+@pytest.mark.parametrize(("other", "few"), [(0.56, [False] * 6 + [True] * 2), (0.62, [False] * 8)])
+def test_a_class_that_is_hard_to_recognise_is_seen_after_some_looks(other, few):
+    """A third of the answers, and the running statistics a little surer; or not."""
+    memory, found = {}, []
+    for _ in few:
+        memory, (uniform, *_) = compare(
+            memory, surely(0.6, 20), surely(other, 0), 448, _of_the_batch
+        )
+        found.append(bool(uniform))
+    assert found == few
+
+
 @pytest.mark.parametrize(
     ("witness", "other", "few"),
     [
@@ -330,14 +349,7 @@ def test_what_went_wrong_slowly_shows_over_time():
 def test_a_shift_is_no_batch_of_one_class(witness, other, few):
     """Both make running statistics answer one class; how sure they are tells them apart."""
     many, sure = witness
-
-    def of(confidence, *classes):
-        others = (1 - confidence) / 9
-        hot = torch.nn.functional.one_hot(torch.tensor(classes), 10)
-        return torch.where(hot == 1, confidence, others).log()
-
-    own = of(sure, *[3] * many, *(n % 10 for n in range(64 - many)))
-    batch = of(other, *(n % 10 for n in range(64)))
+    own, batch = surely(sure, many), surely(other, 0)
     memory, (once, *_) = compare({}, own, batch, 448, _of_the_batch)
     _, (twice, *_) = compare(memory, own, batch, 448, _of_the_batch)
     assert bool(once) == few

@@ -48,9 +48,9 @@ SETTLED = 64  # batches after which looks come half as often,
 RARELY = 4  # and the statistics of BatchNorm are looked at in every fourth of them
 LATEST = 1000  # events that are kept
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
-LIKELY = 0.4  # share that is a majority for BatchNorm's statistics, where it comes twice and the
-SURER = 0.05  # running ones are so much surer; with them
-UNSURE = 0.1  # so much less sure than with the batch's, no share is
+TWICE = 0.4, 0.05  # share that is a majority for BatchNorm's statistics, where the running ones are
+LONGER = 0.3, 0.02  # so much surer: in two looks one after the other, or in the average of many;
+UNSURE = 0.1  # where they are so much less sure than with the batch's, no share is
 
 
 @dataclass(frozen=True)
@@ -394,12 +394,17 @@ def _of_the_batch(brief: Memory, before: Memory) -> Tensor:
     With a batch of one class it is the batch's statistics that make a model unsure.
     """
     share, surer = brief["brief.source"].amax(), brief["brief.surer"]
-    twice = _likely(brief) & _likely(before) if "brief.surer" in before else False
-    return ((share > 0.5) & (surer > -UNSURE)) | twice
+    majority = (share > 0.5) & (surer > -UNSURE)
+    if "many.surer" not in before:
+        return majority
+    twice = _likely(brief, "brief", *TWICE) & _likely(before, "brief", *TWICE)
+    longer = _likely(before, "many", *LONGER) & (before["many.rows"] >= LEAST)
+    return majority | twice | longer
 
 
-def _likely(brief: Memory) -> Tensor:
-    return (brief["brief.source"].amax() > LIKELY) & (brief["brief.surer"] > SURER)
+def _likely(averages: Memory, window: str, share: float, surer: float) -> Tensor:
+    top = averages[f"{window}.source"].amax()
+    return (top > share) & (averages[f"{window}.surer"] > surer)
 
 
 def compare(

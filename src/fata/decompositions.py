@@ -95,7 +95,7 @@ def convolution_backward(
         return NotImplemented
     rows = gradient.movedim(1, -1)
     into_x = rows.flatten(0, -2) @ weight.flatten(1)
-    return into_x.reshape(*rows.shape[:-1], -1).movedim(-1, 1), None, None
+    return into_x.reshape(*rows.shape[:-1], weight.shape[1]).movedim(-1, 1), None, None
 
 
 def _sums(*values: Tensor) -> list[Tensor]:

@@ -289,7 +289,7 @@ def main() -> None:
         print(markdown(comparison))
     upright(kept("imagenet"))
     reference()
-    for name in ("guard", "guard-fast", "guard-aside", "guard-imagenet"):
+    for name in ("guard", "guard-fast", "guard-aside", "guard-imagenet", "guard-now"):
         held(name)
 
 

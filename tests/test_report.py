@@ -9,10 +9,10 @@ import subprocess
 import pytest
 from typer.testing import CliRunner
 
-from fata.bench.figures import figures
+from fata.bench.figures import MEAN, domains, figures
 from fata.bench.page import page
 from fata.bench.store import Store
-from fata.bench.tables import AVERAGE, comparisons
+from fata.bench.tables import AVERAGE, comparisons, domain_name
 from fata.cli import app
 from fata.commands import console
 from fata.commands.tables import show
@@ -287,6 +287,18 @@ def test_figures_show_what_fata_selects(store):
 def test_the_page_needs_no_network(store):
     content = page(comparisons(store))
     assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=['\"]https?:", content)
+
+
+def test_one_domain_alone_is_shown_at_once(store):
+    """A mean of one would hide where a guard stepped in, which is told of a domain."""
+    records = list(store)
+    places = [domain_name(record.protocol["domains"][0]) for record in records]
+    one = [record for record, place in zip(records, places, strict=True) if place == places[0]]
+    assert domains(records) == [MEAN, *dict.fromkeys(places)]
+    assert domains(one) == [places[0]]
+    (table,) = comparisons(one)
+    shown = {trace["meta"] for trace in figures(table)["Accuracy over the stream"].data}
+    assert shown == {places[0]}
 
 
 def test_crosses_show_where_a_guard_stepped_in(store):

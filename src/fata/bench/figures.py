@@ -36,9 +36,10 @@ def _axes(x: str, y: str, **more: Any) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, **more}
 
 
-def domains(comparison: Comparison) -> list[str]:
-    """What the curves can be shown for."""
-    return list(dict.fromkeys(map(_domain, comparison.records)))
+def domains(records: Iterable[Record]) -> list[str]:
+    """What the curves can be shown for: each domain, and before them the mean of several."""
+    each = list(dict.fromkeys(map(_domain, records)))
+    return each if len(each) == 1 else [MEAN, *each]
 
 
 def colours(comparison: Comparison) -> Colours:
@@ -138,9 +139,12 @@ def _by_domain(
 ) -> Figure:
     lengths = (record.result["curve"]["batch"] for some in by_name.values() for record in some)
     figure = Figure([], _axes("batch", unit), max(lengths, key=len))
+    shown = domains(record for some in by_name.values() for record in some)
     for name, records in by_name.items():
-        for domain in dict.fromkeys((MEAN, *map(_domain, records))):
+        for domain in shown:
             some = [r for r in records if domain in (MEAN, _domain(r))]
+            if not some:
+                continue
             batches = max((r.result["curve"]["batch"] for r in some), key=len)
             line = {
                 "y": _mean([points(r.result) for r in some]),

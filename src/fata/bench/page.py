@@ -9,7 +9,7 @@ from pathlib import Path
 
 from plotly.offline import get_plotlyjs
 
-from fata.bench.figures import ENTROPIES, MEAN, colours, domains, figures
+from fata.bench.figures import ENTROPIES, colours, domains, figures
 from fata.bench.formats import text
 from fata.bench.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
 
@@ -75,7 +75,7 @@ def _section(number: int, comparison: Comparison) -> str:
         f"<p class='notes'>{'<br>'.join(map(html.escape, about))}</p>"
         f"<details {'open' if number == 0 else ''}><summary>Figures</summary>"
         f"{_legend(comparison)}"
-        f"<label>curves of {_choice((MEAN, *domains(comparison)))}</label>"
+        f"<label>curves of {_choice(domains(comparison.records))}</label>"
         f"<div class='figures'>{''.join(plots)}</div></details>"
         f"<details><summary>Protocol</summary><pre>{shown}</pre></details>"
         f"{''.join(scripts)}</section>"

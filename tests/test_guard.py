@@ -210,6 +210,46 @@ def test_an_old_model_has_its_trial_too(monkeypatch):
     assert events == [(6, "aside"), (9, "trusted")]
 
 
+EVEN = Sign("narrowing", 0.0, 0.1, 0.0, even=True)
+
+
+def test_a_source_whose_answers_are_even_answers_until_the_model_has_proved_better(monkeypatch):
+    better = Sign("narrowing", -0.5, 0.1, 0.0, even=True)
+    events, answered = followed(monkeypatch, [OPEN, EVEN, EVEN, better, EVEN, OPEN, OPEN], trial=2)
+    assert events == [(2, "even"), (4, "uneven"), (5, "even"), (6, "uneven")]
+    assert answered == [2, 3, 5]
+
+
+def test_harm_counts_where_answers_are_even(monkeypatch):
+    """A trial follows, and what it ends with."""
+    harm = Sign("narrowing", 0.5, 0.1, 0.0, even=True)
+    events, answered = followed(monkeypatch, [EVEN, harm, harm, HELP, HELP, OPEN], trial=3)
+    assert events == [(1, "even"), (2, "aside"), (5, "trusted")]
+    assert answered == [1, 2, 3, 4]
+
+
+def test_an_even_source_has_its_place_behind_a_file(monkeypatch, tmp_path):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(), lr=0.01)
+    sign_is(monkeypatch, adapter, adapted=EVEN)
+    images = batches(4)
+    answers = [adapter(some) for some in images]
+    adapter.save(tmp_path / "s.safetensors")
+    other = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(), lr=0.01)
+    other.load(tmp_path / "s.safetensors")
+    with other.frozen():
+        assert torch.equal(other(images[-1]), answers[-1])
+    with torch.no_grad():
+        assert torch.equal(other.unwrap()(images[-1]), answers[-1])
+
+
+def test_with_batch_norm_even_answers_mean_nothing(monkeypatch):
+    adapter = fata.adapt(build("resnet_bn"), "tent", guard=fata.Guard(), lr=0.01)
+    sign_is(monkeypatch, adapter, adapted=EVEN)
+    for images in batches(4):
+        adapter(images)
+    assert adapter.guard.events == []
+
+
 def test_what_is_unwrapped_is_what_answered(monkeypatch):
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(), lr=0.01)
     sign_is(monkeypatch, adapter, adapted=HARM)
@@ -317,6 +357,24 @@ def test_what_went_wrong_slowly_shows_over_time():
         seen.append([value.item() for value in values])
     assert seen[0][0] < seen[0][1]
     assert seen[-1][2] > seen[-1][3]
+
+
+@pytest.mark.parametrize(
+    ("classes", "of", "looks", "even"),
+    [
+        (range(10), 10, 20, True),
+        (range(10), 10, 5, False),  # too few to tell
+        ([*range(9), 8], 10, 20, False),  # one class is never answered
+        ([*range(10)] * 9 + [0, 0, 1, 1, 2, 2, 3, 3, 4, 4], 10, 20, True),  # a tenth uneven
+        (range(1000), 1000, 5, False),
+    ],
+)
+def test_when_answers_are_even(classes, of, looks, even):
+    memory, found = {}, None
+    witness = answers(*classes, of=of)
+    for _ in range(looks):
+        memory, (*_, found) = compare(memory, witness, witness, 448)
+    assert bool(found) == even
 
 
 def surely(confidence, many):

@@ -179,7 +179,7 @@ class Engine:
     @property
     def answering(self) -> Tensor:
         """The weights that answer: the adapted ones, the source's or a teacher's."""
-        if self.state.watched.aside is not None:
+        if self.state.watched.source_answers:
             return self.source
         if isinstance(self.method, OwnStep):
             return self.method.answering(self)

@@ -17,6 +17,10 @@ A model in doubt goes on to learn while its source answers: many a host narrows 
 recovers. It is taken back if it does not, and answers again only once it has proved better, or
 where it has proved nothing for so long that it begins anew.
 
+Where the source's answers are as even as the classes can be, S shows no gain, for there is no room
+for it, nor slow harm; and little is to be gained by a model that is not confused. There the source
+answers.
+
 BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
 those by the source model with its own, for batches too small or too uniform to normalise with.
 """
@@ -44,9 +48,13 @@ ALARM = 0.4  # share of one class among the latest answers that calls for a look
 EARLY = range(1, 8)  # batches after which the first looks are
 LEAST = 384  # answers that the source gives in the adapted model's place before that is trusted,
 AGAIN = 2  # times as many each time that it had been and failed
-SETTLED = 64  # batches after which looks come half as often,
-RARELY = 4  # and the statistics of BatchNorm are looked at in every fourth of them
+SETTLED = 256  # batches after which looks come half as often;
+SOONER = 64  # with BatchNorm, of whose slow harm S shows little, and its
+RARELY = 4  # statistics are looked at in every fourth of them
 LATEST = 1000  # events that are kept
+EVEN = 0.004  # what may be missing of ln C in H(n0), beside what chance takes, for it to be even:
+ENOUGH = 10  # answers a class to tell,
+LONG_RUN = 4  # over so many times `rows`
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
 TWICE = 0.4, 0.05  # share that is a majority for BatchNorm's statistics, where the running ones are
 LONGER = 0.3, 0.02  # so much surer: in two looks one after the other, or in the average of many;
@@ -58,8 +66,8 @@ class Guard:
     """When to look, what is too much, and what follows.
 
     Args:
-        every: batches between two looks at the source model's answers, half as often once 64 went
-            well; the first come sooner, as do looks at small batches, and at ever more answers
+        every: batches between two looks at the source model's answers, half as often once 256
+            went well; the first come sooner, as do looks at small batches, and at ever more answers
             of one class.
         rows: how many answers a sign is averaged over to see what happens slowly.
         narrowing: the S, beyond doubt, above which the model is taken back.
@@ -103,6 +111,7 @@ class Sign:
     value: float
     doubt: float
     limit: float
+    even: bool = False  # the witness's answers are
 
     @property
     def excess(self) -> float:
@@ -120,7 +129,7 @@ class Event:
     """What the guard did, and why.
 
     Actions: `aside`: the source answers while the adapted model learns; `trusted`: it answers
-    again; `back` to an earlier state, the source answers until it is trusted; `rest` at the source
+    again; `even`: the source answers, whose answers are even; `uneven`: no longer; `back` to an earlier state, the source answers until it is trusted; `rest` at the source
     weights; `anew` from them, after a long time, and answers at once; `running`, the source model
     with its running statistics, where the batch's do harm; `batch`, to the batch's again.
     """
@@ -147,7 +156,13 @@ class Watched:
     failures: int = 0
     resting: bool = False
     running: bool = False  # the model answers with its running statistics
+    even: bool = False  # the source answers: its answers are even, and the model has proved nothing
     events: list[Event] = field(default_factory=list)
+
+    @property
+    def source_answers(self) -> bool:
+        """Whether the source does while the model learns."""
+        return self.aside is not None or self.even
 
     def pack(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -209,10 +224,11 @@ class Watch:
             return logits
         rows = group.rows(len(images))
         interval = min(self.guard.every, max(2, self.guard.every * rows // BRIEF))
-        interval *= 2 if watched.since > SETTLED else 1
+        settled = watched.since > (SOONER if self._engine.coupled else SETTLED)
+        interval *= 2 if settled else 1
         since, alarmed = watched.since, self._alarm.read(state.guard.get("latest"))
         due = since in EARLY or (since and not since % interval)
-        due = due or (alarmed and since - watched.last > 1) or watched.aside is not None
+        due = due or (alarmed and since - watched.last > 1) or watched.source_answers
         state.guard = {**state.guard, "latest": _latest(state.guard.get("latest"), logits, group)}
         self._alarm.write(state.guard["latest"])
         watched.since += 1
@@ -220,7 +236,7 @@ class Watch:
         if not due:
             return logits
         watched.last = since
-        return self._look(images, logits, since <= SETTLED or not since % (RARELY * interval))
+        return self._look(images, logits, not settled or not since % (RARELY * interval))
 
     def _look(self, images: Tensor, logits: Tensor, normalising: bool) -> Tensor:
         """Compare; with `normalising`, also what BatchNorm normalises with."""
@@ -249,13 +265,19 @@ class Watch:
             self._ring.append(here)
         elif watched.answers >= self.guard.term:
             self._go(self._source, sign, "anew")
-        return logits
+            return logits
+        even = sign.even and not sign.good and not engine.coupled
+        if even != watched.even:
+            watched.even = even
+            self._note(sign, "even" if even else "uneven")
+        return witness if even else logits
 
     def _doubt(self, sign: Sign) -> None:
         if not self.guard.trial:
             self._take_back(sign)
             return
-        self._engine.state.watched.aside = 0
+        watched = self._engine.state.watched
+        watched.aside, watched.even = 0, False
         self._note(sign, "aside")
         if sign.name == "neglect":
             self._ring.clear()
@@ -303,11 +325,11 @@ class Watch:
         )
         state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
         # A wait for the device, at every look.
-        few, *values = signs.tolist()
+        few, *values, even = signs.tolist()
         kind, limit = "narrowing", self.guard.narrowing
         if few:
             kind, limit = "neglect", self.guard.neglect
-        both = [Sign(kind, value, doubt, limit) for value, doubt in (values[:2], values[2:])]
+        both = [Sign(kind, *pair, limit, bool(even)) for pair in (values[:2], values[2:])]
         return max(both, key=lambda sign: sign.excess)
 
     def _take_back(self, sign: Sign) -> None:
@@ -339,7 +361,7 @@ class Watch:
         state.theta, state.velocity = good.theta, torch.zeros_like(good.theta)
         state.host, state.plus, state.guard = good.host, good.plus, {}
         watched.since = watched.last = 0
-        watched.aside, watched.trusted = None, 0
+        watched.aside, watched.trusted, watched.even = None, 0, False
         self._ring.clear()
         if good.batch:
             self._ring.append(good)
@@ -421,7 +443,8 @@ def compare(
 
     Returns:
         the averages, and: whether the witness has a majority class; a sign at once and its doubt;
-        the sign over some `rows`, and its doubt. The sign is N where there is a majority, else S.
+        the sign over some `rows`, and its doubt; whether the witness's answers are even. The sign
+        is N where there is a majority, else S.
     """
     classes = math.log(logits.shape[1])
     now = {
@@ -438,6 +461,7 @@ def compare(
     some = {"value": neglect, "differ": now["differ"]}
     few = _mean(before, "few", some, count, rows)
     many = _mean(before, "many", now, count, rows)
+    many |= _mean(before, "long", {"source": now["source"]}, count, LONG_RUN * rows)
     after = {
         **brief,
         **{n: torch.where(uniform, few[n], before.get(n, torch.zeros_like(few[n]))) for n in few},
@@ -458,12 +482,17 @@ def compare(
     n = torch.stack((neglect, at_once, after["few.value"], lately))
     over_time = doubt("many", rows) / classes
     s = torch.stack((narrowing("brief"), at_once / classes, narrowing("many"), over_time))
-    return after, torch.cat((uniform.to(n.dtype)[None], torch.where(uniform, n, s)))
+    known = after["long.rows"].clamp(1, LONG_RUN * rows)
+    missing = classes - torch.special.entr(after["long.source"]).sum()
+    chance = (logits.shape[1] - 1) / (2 * known)
+    even = (missing - chance < EVEN * classes) & (known >= ENOUGH * logits.shape[1])
+    signs = torch.where(uniform, n, s)
+    return after, torch.cat((uniform.to(n)[None], signs, (even & ~uniform).to(n)[None]))
 
 
 def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Memory:
     """Averages over the last `rows` or so, with `count` new ones."""
-    known = before.get(f"{window}.rows", torch.zeros((), device=now["differ"].device)) + count
+    known = before.get(f"{window}.rows", torch.zeros((), device=next(iter(now.values())).device)) + count
     weight = (count / known).clamp(min(1.0, 2 / (1 + rows / count)), 1)
     means = {
         f"{window}.{name}": torch.lerp(before.get(f"{window}.{name}", new), new, weight)

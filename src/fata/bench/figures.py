@@ -109,6 +109,8 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
     told = {
         "aside": "the source answers",
         "trusted": "the adapted model answers again",
+        "even": "the source answers, and evenly",
+        "uneven": "the adapted model answers again",
         "back": "taken back to batch {to}, at {rate:.2g} of the rate; the source answers",
         "rest": "rests at the source",
         "anew": "begins anew at the source",

@@ -80,7 +80,7 @@ def answers(cell: dict[str, Any], guard: Guard) -> tuple[list[bool], list[Event]
     engine: Any = SimpleNamespace(
         state=State(nothing, nothing, 0),
         group=ALONE,
-        coupled=False,
+        coupled="_bn" in cell["model"],
         source=nothing,
         theta=SimpleNamespace(at=lambda *_, **__: nullcontext(), write=lambda _: None),
         counted_apart=nullcontext,
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--images", type=int, default=5120)
     parser.add_argument("--file", type=Path, help="of a recording; benchmarks/runs, if not given")
-    for name in ("narrowing", "neglect"):
+    for name in ("narrowing", "neglect", "even"):
         parser.add_argument(f"--{name}", type=float, default=getattr(Guard(), name))
     for name in ("every", "rows", "trial"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Guard(), name))
@@ -155,7 +155,7 @@ def main() -> None:
                 print(json.dumps(cell), file=file, flush=True)
         return
     cells = [json.loads(line) for line in args.file.open()] if args.file else lines("signs")
-    tried = ("narrowing", "neglect", "every", "rows", "trial")
+    tried = ("narrowing", "neglect", "even", "every", "rows", "trial")
     judge(cells, Guard(**{name: getattr(args, name) for name in tried}))
 
 

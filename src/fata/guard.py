@@ -52,8 +52,7 @@ SETTLED = 256  # batches after which looks come half as often;
 SOONER = 64  # with BatchNorm, of whose slow harm S shows little, and its
 RARELY = 4  # statistics are looked at in every fourth of them
 LATEST = 1000  # events that are kept
-EVEN = 0.004  # what may be missing of ln C in H(n0), beside what chance takes, for it to be even:
-ENOUGH = 10  # answers a class to tell,
+ENOUGH = 10  # answers a class to tell how even they are,
 LONG_RUN = 4  # over so many times `rows`
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
 TWICE = 0.4, 0.05  # share that is a majority for BatchNorm's statistics, where the running ones are
@@ -72,6 +71,8 @@ class Guard:
         rows: how many answers a sign is averaged over to see what happens slowly.
         narrowing: the S, beyond doubt, above which the model is taken back.
         neglect: the N, beyond doubt, above which it is.
+        even: the share of ln C missing in H(n0), beside what chance takes, below which the source
+            answers, until S is below 0 beyond doubt. 0: it does not. Not with BatchNorm.
         trial: answers that the source gives before that, while the model goes on to learn: it is
             trusted again where the sign is below 0 beyond doubt. 0: it is taken back at once.
             Then, too, the source answers until it is.
@@ -87,6 +88,7 @@ class Guard:
     rows: int = 448
     narrowing: float = 0.003
     neglect: float = 0.01
+    even: float = 0.004
     trial: int = 2048
     ring: int = 4
     slower: float = 0.1
@@ -99,7 +101,7 @@ class Guard:
             in_range(self, name, 1, whole=True)
         for name in ("trial", "patience"):
             in_range(self, name, 0, whole=True)
-        for name in ("narrowing", "neglect", "slower"):
+        for name in ("narrowing", "neglect", "even", "slower"):
             in_range(self, name, 0, 1)
 
 
@@ -266,7 +268,7 @@ class Watch:
         elif watched.answers >= self.guard.term:
             self._go(self._source, sign, "anew")
             return logits
-        even = sign.even and not sign.good and not engine.coupled
+        even = sign.even and not sign.good
         if even != watched.even:
             watched.even = even
             self._note(sign, "even" if even else "uneven")
@@ -325,11 +327,12 @@ class Watch:
         )
         state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
         # A wait for the device, at every look.
-        few, *values, even = signs.tolist()
+        few, *values, uneven = signs.tolist()
+        even = uneven < self.guard.even and not self._engine.coupled
         kind, limit = "narrowing", self.guard.narrowing
         if few:
             kind, limit = "neglect", self.guard.neglect
-        both = [Sign(kind, *pair, limit, bool(even)) for pair in (values[:2], values[2:])]
+        both = [Sign(kind, *pair, limit, even) for pair in (values[:2], values[2:])]
         return max(both, key=lambda sign: sign.excess)
 
     def _take_back(self, sign: Sign) -> None:
@@ -443,8 +446,8 @@ def compare(
 
     Returns:
         the averages, and: whether the witness has a majority class; a sign at once and its doubt;
-        the sign over some `rows`, and its doubt; whether the witness's answers are even. The sign
-        is N where there is a majority, else S.
+        the sign over some `rows`, and its doubt; what the witness's answers lack to be even, a
+        share of ln C. The sign is N where there is a majority, else S.
     """
     classes = math.log(logits.shape[1])
     now = {
@@ -482,12 +485,17 @@ def compare(
     n = torch.stack((neglect, at_once, after["few.value"], lately))
     over_time = doubt("many", rows) / classes
     s = torch.stack((narrowing("brief"), at_once / classes, narrowing("many"), over_time))
-    known = after["long.rows"].clamp(1, LONG_RUN * rows)
-    missing = classes - torch.special.entr(after["long.source"]).sum()
-    chance = (logits.shape[1] - 1) / (2 * known)
-    even = (missing - chance < EVEN * classes) & (known >= ENOUGH * logits.shape[1])
     signs = torch.where(uniform, n, s)
-    return after, torch.cat((uniform.to(n)[None], signs, (even & ~uniform).to(n)[None]))
+    lacking = _lacking(after["long.source"], after["long.rows"].clamp(1, LONG_RUN * rows))
+    lacking = torch.where(uniform, torch.inf, lacking)
+    return after, torch.cat((uniform.to(n)[None], signs, lacking[None]))
+
+
+def _lacking(shares: Tensor, known: Tensor) -> Tensor:
+    """The share of ln C that their entropy lacks, less what chance takes; inf: too few to tell."""
+    classes = len(shares)
+    lacking = 1 - (torch.special.entr(shares).sum() + (classes - 1) / (2 * known)) / math.log(classes)
+    return torch.where(known < ENOUGH * classes, torch.inf, lacking.clamp(min=0))
 
 
 def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Memory:

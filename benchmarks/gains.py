@@ -210,7 +210,7 @@ def reference() -> None:
 FREE = ("normal", "label-shift", "mixed", "bs1", "imagenet")  # cells without the guard
 
 
-def held(name: str) -> None:
+def held(*names: str) -> None:
     """What the guard gave: against not adapting, and against the same cells without it."""
     free = {_cell(r): r for other in FREE for r in kept(other)}
     still: dict[tuple[str, ...], float] = {}
@@ -219,13 +219,14 @@ def held(name: str) -> None:
             place = (cell[0], *cell[2:])
             still[place] = max(still.get(place, 0), record.result["accuracy"])
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
-    for record in kept(name):
+    for record in (record for name in names for record in kept(name)):
         if record.protocol["guard"] is None:
             continue
         cell = _cell(record)
         three = still[(cell[0], *cell[2:])], free[cell].result["accuracy"]
-        found.setdefault((cell[-1], cell[0]), []).append((*three, record.result["accuracy"]))
-    print(f"\n{name}: cells; those not over a point below not adapting without it: the change;")
+        for at in ((cell[-1], cell[0]), ("together", "")):
+            found.setdefault(at, []).append((*three, record.result["accuracy"]))
+    print(f"\n{', '.join(names)}: cells; those not over a point below not adapting without it: the change;")
     print("the others: against not adapting without and with it; below by a point with it; worst")
     for at, cells in sorted(found.items()):
         fine = [held - free for still, free, held in cells if free >= still - 1]
@@ -289,8 +290,9 @@ def main() -> None:
         print(markdown(comparison))
     upright(kept("imagenet"))
     reference()
-    for name in ("guard", "guard-fast", "guard-aside", "guard-imagenet", "guard-before", "guard-now"):
+    for name in ("guard", "guard-fast", "guard-aside", "guard-imagenet"):
         held(name)
+    held("guard-before", "guard-now")
 
 
 if __name__ == "__main__":

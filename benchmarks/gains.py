@@ -226,7 +226,8 @@ def held(*names: str) -> None:
         three = still[(cell[0], *cell[2:])], free[cell].result["accuracy"]
         for at in ((cell[-1], cell[0]), ("together", "")):
             found.setdefault(at, []).append((*three, record.result["accuracy"]))
-    print(f"\n{', '.join(names)}: cells; those not over a point below not adapting without it: the change;")
+    print(f"\n{', '.join(names)}: cells;")
+    print("those not over a point below not adapting without it: the change;")
     print("the others: against not adapting without and with it; below by a point with it; worst")
     for at, cells in sorted(found.items()):
         fine = [held - free for still, free, held in cells if free >= still - 1]

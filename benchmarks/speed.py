@@ -69,7 +69,7 @@ class Track:
 
     def ours(self, spec: str, fields: dict[str, Any], speed: str, guard: bool = False) -> Call:
         """An adapter; with the guard, behind its first looks, which come sooner."""
-        watch = fata.Guard(term=10**9) if guard else None  # it would begin anew: nothing is learned
+        watch = fata.Guard(term=10**9, even=0) if guard else None  # nothing is learned, nor proved
         adapter = fata.adapt(copy.deepcopy(self.model), spec, guard=watch, speed=speed, **fields)
         if adapter.guard:
             adapter._engine.state.watched.since = SETTLED + 1

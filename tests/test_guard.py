@@ -210,19 +210,51 @@ def test_an_old_model_has_its_trial_too(monkeypatch):
     assert events == [(6, "aside"), (9, "trusted")]
 
 
-EVEN = Sign("narrowing", 0.0, 0.1, 0.0, even=True)
+EVEN = Sign("narrowing", 0.0, 0.1, 0.0, lacking=0.0)
 
 
 def test_a_source_whose_answers_are_even_answers_until_the_model_has_proved_better(monkeypatch):
-    better = Sign("narrowing", -0.5, 0.1, 0.0, even=True)
+    better = Sign("narrowing", -0.5, 0.1, 0.0, lacking=0.0)
     events, answered = followed(monkeypatch, [OPEN, EVEN, EVEN, better, EVEN, OPEN, OPEN], trial=2)
     assert events == [(2, "even"), (4, "uneven"), (5, "even"), (6, "uneven")]
     assert answered == [2, 3, 5]
 
 
+def test_an_even_source_answers_every_batch_between_two_looks_too(monkeypatch):
+    events, answered = followed(monkeypatch, [EVEN] * 12, trial=2)
+    assert events == [(1, "even")]
+    assert answered == [*range(1, 13)]
+
+
+def test_an_even_source_answers_when_a_model_begins_anew(monkeypatch):
+    events, answered = followed(monkeypatch, [EVEN] * 8, trial=2, term=5 * 8)
+    assert events == [(1, "even"), (4, "anew")]
+    assert answered == [*range(1, 9)]
+
+
+def test_what_was_seen_of_the_source_is_known_when_a_model_begins_anew(monkeypatch):
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(term=3 * 8), lr=0.01)
+    monkeypatch.setattr("fata.guard._over_half", lambda *_: torch.tensor(False))
+    known = []
+    for images in batches(5):
+        adapter(images)
+        known.append(int(adapter._engine.state.guard.get("adapted.long.rows", 0)))
+    assert [(event.batch, event.action) for event in adapter.guard.events] == [(3, "anew")]
+    assert known == [0, 8, 16, 16, 24]
+
+
+def test_harm_that_is_not_answered_is_looked_for_no_more_often(monkeypatch):
+    """Every batch is looked at while the source answers evenly; chance would find it in one."""
+    harm = Sign("narrowing", 0.5, 0.1, 0.0, lacking=0.0)
+    monkeypatch.setattr("fata.guard.BRIEF", 8)
+    events, answered = followed(monkeypatch, [*[EVEN] * 8, *[harm] * 9], trial=100)
+    assert events == [(1, "even"), (16, "aside")]
+    assert answered == [*range(1, 18)]
+
+
 def test_harm_counts_where_answers_are_even(monkeypatch):
     """A trial follows, and what it ends with."""
-    harm = Sign("narrowing", 0.5, 0.1, 0.0, even=True)
+    harm = Sign("narrowing", 0.5, 0.1, 0.0, lacking=0.0)
     events, answered = followed(monkeypatch, [EVEN, harm, harm, HELP, HELP, OPEN], trial=3)
     assert events == [(1, "even"), (2, "aside"), (5, "trusted")]
     assert answered == [1, 2, 3, 4]
@@ -385,6 +417,35 @@ def test_when_answers_are_even(classes, of, looks, even):
     assert (found < fata.Guard().even) == even
 
 
+def drawn(classes, rows, seed):
+    return answers(*torch.randint(classes, (rows,), generator=torch.manual_seed(seed)), of=classes)
+
+
+def test_chance_makes_even_answers_no_less_even():
+    """Of 200 answers, each class as likely as the others, some always have more than others."""
+    found = [compare({}, *[drawn(10, 200, seed)] * 2, 448)[1][-1].item() for seed in range(20)]
+    assert sum(lacking < fata.Guard().even for lacking in found) > 15
+
+
+def test_of_two_classes_none_can_tell_how_even_they_are():
+    both = answers(*[0, 1] * 32, of=2)
+    assert compare({}, both, both, 448)[1][-1] == 1
+
+
+def test_how_even_answers_are_is_a_matter_of_many():
+    """One look changes little; where one class has the majority it says nothing."""
+    even, other = answers(*range(10)).repeat(10, 1), answers(*[*range(9), 8]).repeat(10, 1)
+    memory = {}
+    for _ in range(20):
+        memory, (*_, lacking) = compare(memory, even, even, 448)
+    assert lacking == 0
+    assert compare(memory, other, other, 448)[1][-1] == 0
+    one = answers(*[3] * 100)
+    after, (*_, lacking) = compare(memory, one, one, 448)
+    assert lacking == 1
+    assert torch.equal(after["long.source"], memory["long.source"])
+
+
 def surely(confidence, many):
     """64 answers, so sure, so many of them of one class and the others of all."""
     classes = [*[3] * many, *(n % 10 for n in range(64 - many))]
@@ -484,10 +545,13 @@ def test_batches_of_one_image_are_too_small_to_normalise_with():
     assert [event.action for event in adapter.guard.events] == ["running"]
 
 
-def test_once_it_went_well_for_long_it_looks_half_as_often(monkeypatch):
-    monkeypatch.setattr("fata.guard.SETTLED", 8)
+@pytest.mark.parametrize(("net", "long"), [("vit_ln", "SETTLED"), ("resnet_bn", "SOONER")])
+def test_once_it_went_well_for_long_it_looks_half_as_often(monkeypatch, net, long):
+    """Sooner with BatchNorm."""
+    monkeypatch.setattr(f"fata.guard.{long}", 8)
     monkeypatch.setattr("fata.guard.ALARM", 1.0)  # never
-    adapter = fata.adapt(build("vit_ln"), "tent", guard=fata.Guard(every=4), lr=1e-6)
+    adapter = fata.adapt(build(net), "tent", guard=fata.Guard(every=4), lr=1e-6)
+    sign_is(monkeypatch, adapter)
     looked = []
     for images in batches(24, rows=BRIEF):
         before = adapter.counts["rows_witness"]

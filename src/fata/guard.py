@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,17 +65,17 @@ class Guard:
     """When to look, what is too much, and what follows.
 
     Args:
-        every: batches between two looks at the source model's answers, half as often once 256
-            went well; the first come sooner, as do looks at small batches, and at ever more answers
-            of one class.
+        every: batches between two looks at the source model's answers, half as often once 256 (64
+            with BatchNorm) went well; the first come sooner, as do looks at small batches, and at
+            ever more answers of one class.
         rows: how many answers a sign is averaged over to see what happens slowly.
         narrowing: the S, beyond doubt, above which the model is taken back.
         neglect: the N, beyond doubt, above which it is.
         even: the share of ln C missing in H(n0), beside what chance takes, below which the source
             answers, until S is below 0 beyond doubt. 0: it does not. Not with BatchNorm.
-        trial: answers that the source gives before that, while the model goes on to learn: it is
-            trusted again where the sign is below 0 beyond doubt. 0: it is taken back at once.
-            Then, too, the source answers until it is.
+        trial: answers that the source gives before the model is taken back, while it goes on to
+            learn: it is trusted again where the sign is below 0 beyond doubt. 0: it is taken back
+            at once. Then, too, the source answers until it is.
         ring: states kept to go back to, of looks with S below 0 beyond doubt; the source is
             always one.
         slower: factor of the rate after going back.
@@ -113,7 +113,7 @@ class Sign:
     value: float
     doubt: float
     limit: float
-    even: bool = False  # the witness's answers are
+    lacking: float = 1.0  # of ln C in H(n0), beside what chance takes: how uneven the witness is
 
     @property
     def excess(self) -> float:
@@ -131,7 +131,8 @@ class Event:
     """What the guard did, and why.
 
     Actions: `aside`: the source answers while the adapted model learns; `trusted`: it answers
-    again; `even`: the source answers, whose answers are even; `uneven`: no longer; `back` to an earlier state, the source answers until it is trusted; `rest` at the source
+    again; `even`: the source answers, whose answers are; `uneven`: the adapted model answers again;
+    `back` to an earlier state, the source answers until it is trusted; `rest` at the source
     weights; `anew` from them, after a long time, and answers at once; `running`, the source model
     with its running statistics, where the batch's do harm; `batch`, to the batch's again.
     """
@@ -229,19 +230,24 @@ class Watch:
         settled = watched.since > (SOONER if self._engine.coupled else SETTLED)
         interval *= 2 if settled else 1
         since, alarmed = watched.since, self._alarm.read(state.guard.get("latest"))
-        due = since in EARLY or (since and not since % interval)
-        due = due or (alarmed and since - watched.last > 1) or watched.source_answers
+        due = since in EARLY or bool(since and not since % interval)
+        due = due or (alarmed and since - watched.last > 1)
         state.guard = {**state.guard, "latest": _latest(state.guard.get("latest"), logits, group)}
         self._alarm.write(state.guard["latest"])
         watched.since += 1
         watched.answers += rows
-        if not due:
+        if not due and not watched.source_answers:
             return logits
         watched.last = since
-        return self._look(images, logits, not settled or not since % (RARELY * interval))
+        normalising = not settled or not since % (RARELY * interval)
+        return self._look(images, logits, normalising, due)
 
-    def _look(self, images: Tensor, logits: Tensor, normalising: bool) -> Tensor:
-        """Compare; with `normalising`, also what BatchNorm normalises with."""
+    def _look(self, images: Tensor, logits: Tensor, normalising: bool, due: bool) -> Tensor:
+        """Compare; with `normalising`, also what BatchNorm normalises with.
+
+        A look that is not `due` is there since the source answers; ever more of them would find
+        harm by chance, where none is done.
+        """
         engine, watched = self._engine, self._engine.state.watched
         witness = self._witness(images)
         if engine.coupled and (normalising or watched.running):
@@ -258,7 +264,8 @@ class Watch:
         if watched.aside is not None:
             watched.aside += engine.group.rows(len(images))
             return logits if self._trusted(sign) else witness
-        if sign.excess > 0:
+        even = sign.lacking < self.guard.even and not sign.good and not engine.coupled
+        if sign.excess > 0 and (due or not even):
             self._doubt(sign)
             return witness
         if sign.good and sign.name == "narrowing":
@@ -267,11 +274,10 @@ class Watch:
             self._ring.append(here)
         elif watched.answers >= self.guard.term:
             self._go(self._source, sign, "anew")
-            return logits
-        even = sign.even and not sign.good
         if even != watched.even:
             watched.even = even
-            self._note(sign, "even" if even else "uneven")
+            lacking = replace(sign, name="lacking", value=sign.lacking, doubt=0.0)
+            self._note(sign if sign.good else lacking, "even" if even else "uneven")
         return witness if even else logits
 
     def _doubt(self, sign: Sign) -> None:
@@ -327,12 +333,12 @@ class Watch:
         )
         state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
         # A wait for the device, at every look.
-        few, *values, uneven = signs.tolist()
-        even = uneven < self.guard.even and not self._engine.coupled
+        few, *values, lacking = signs.tolist()
         kind, limit = "narrowing", self.guard.narrowing
         if few:
             kind, limit = "neglect", self.guard.neglect
-        both = [Sign(kind, *pair, limit, even) for pair in (values[:2], values[2:])]
+        pairs = values[:2], values[2:]
+        both = [Sign(kind, value, doubt, limit, lacking) for value, doubt in pairs]
         return max(both, key=lambda sign: sign.excess)
 
     def _take_back(self, sign: Sign) -> None:
@@ -346,7 +352,7 @@ class Watch:
         if sign.name == "narrowing" and not watched.resting:
             good = min((good, *self._ring), key=lambda snapshot: snapshot.narrowing)
         self._go(good, sign, "rest" if watched.resting else "back")
-        watched.aside = None if watched.resting else 0
+        watched.aside, watched.even = None if watched.resting else 0, False
 
     def _normalise(self, sign: Sign, running: bool) -> None:
         """From now on with the running statistics, or with the batch's again."""
@@ -362,9 +368,10 @@ class Watch:
         state = self._engine.state
         watched = state.watched
         state.theta, state.velocity = good.theta, torch.zeros_like(good.theta)
-        state.host, state.plus, state.guard = good.host, good.plus, {}
+        state.host, state.plus = good.host, good.plus
+        state.guard = {n: t for n, t in state.guard.items() if n.startswith("adapted.long.")}
         watched.since = watched.last = 0
-        watched.aside, watched.trusted, watched.even = None, 0, False
+        watched.aside, watched.trusted = None, 0
         self._ring.clear()
         if good.batch:
             self._ring.append(good)
@@ -464,7 +471,7 @@ def compare(
     some = {"value": neglect, "differ": now["differ"]}
     few = _mean(before, "few", some, count, rows)
     many = _mean(before, "many", now, count, rows)
-    many |= _mean(before, "long", {"source": now["source"]}, count, LONG_RUN * rows)
+    many |= _mean(before, "long", {"source": now["source"]}, count, max(LONG_RUN * rows, count))
     after = {
         **brief,
         **{n: torch.where(uniform, few[n], before.get(n, torch.zeros_like(few[n]))) for n in few},
@@ -486,21 +493,28 @@ def compare(
     over_time = doubt("many", rows) / classes
     s = torch.stack((narrowing("brief"), at_once / classes, narrowing("many"), over_time))
     signs = torch.where(uniform, n, s)
-    lacking = _lacking(after["long.source"], after["long.rows"].clamp(1, LONG_RUN * rows))
-    lacking = torch.where(uniform, torch.inf, lacking)
+    known = after["long.rows"].clamp(1, max(LONG_RUN * rows, count))
+    lacking = torch.where(uniform, 1, _lacking(after["long.source"], known))
     return after, torch.cat((uniform.to(n)[None], signs, lacking[None]))
 
 
 def _lacking(shares: Tensor, known: Tensor) -> Tensor:
-    """The share of ln C that their entropy lacks, less what chance takes; inf: too few to tell."""
+    """The share of ln C that their entropy lacks, less what chance takes; 1: none can tell.
+
+    Of two classes one has the majority nearly always, and the other answers are few.
+    """
     classes = len(shares)
-    lacking = 1 - (torch.special.entr(shares).sum() + (classes - 1) / (2 * known)) / math.log(classes)
-    return torch.where(known < ENOUGH * classes, torch.inf, lacking.clamp(min=0))
+    if classes < 3:
+        return torch.ones_like(known)
+    chance = (classes - 1) / (2 * known)
+    lacking = 1 - (torch.special.entr(shares).sum() + chance) / math.log(classes)
+    return torch.where(known < ENOUGH * classes, 1, lacking.clamp(min=0))
 
 
 def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Memory:
     """Averages over the last `rows` or so, with `count` new ones."""
-    known = before.get(f"{window}.rows", torch.zeros((), device=next(iter(now.values())).device)) + count
+    device = next(iter(now.values())).device
+    known = before.get(f"{window}.rows", torch.zeros((), device=device)) + count
     weight = (count / known).clamp(min(1.0, 2 / (1 + rows / count)), 1)
     means = {
         f"{window}.{name}": torch.lerp(before.get(f"{window}.{name}", new), new, weight)

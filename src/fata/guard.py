@@ -471,7 +471,8 @@ def compare(
     some = {"value": neglect, "differ": now["differ"]}
     few = _mean(before, "few", some, count, rows)
     many = _mean(before, "many", now, count, rows)
-    many |= _mean(before, "long", {"source": now["source"]}, count, max(LONG_RUN * rows, count))
+    most = max(LONG_RUN * rows, count)
+    many |= _mean(before, "long", {"source": now["source"]}, count, most)
     after = {
         **brief,
         **{n: torch.where(uniform, few[n], before.get(n, torch.zeros_like(few[n]))) for n in few},
@@ -493,8 +494,8 @@ def compare(
     over_time = doubt("many", rows) / classes
     s = torch.stack((narrowing("brief"), at_once / classes, narrowing("many"), over_time))
     signs = torch.where(uniform, n, s)
-    known = after["long.rows"].clamp(1, max(LONG_RUN * rows, count))
-    lacking = torch.where(uniform, 1, _lacking(after["long.source"], known))
+    lacking = _lacking(after["long.source"], after["long.rows"].clamp(1, most))
+    lacking = torch.where(uniform, 1, lacking)
     return after, torch.cat((uniform.to(n)[None], signs, lacking[None]))
 
 

@@ -219,13 +219,17 @@ def held(*names: str) -> None:
             place = (cell[0], *cell[2:])
             still[place] = max(still.get(place, 0), record.result["accuracy"])
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
+    worse: list[tuple[Any, ...]] = []
     for record in (record for name in names for record in kept(name)):
         if record.protocol["guard"] is None:
             continue
         cell = _cell(record)
-        three = still[(cell[0], *cell[2:])], free[cell].result["accuracy"]
+        own, alone = record.result["accuracy"], free[cell].result["accuracy"]
+        plain = still[(cell[0], *cell[2:])]
         for at in ((cell[-1], cell[0]), ("together", "")):
-            found.setdefault(at, []).append((*three, record.result["accuracy"]))
+            found.setdefault(at, []).append((plain, alone, own))
+        if own < plain - 1 or (alone >= plain - 1 and own < alone - 1):
+            worse.append((*cell, f"{alone - plain:+.2f} without it, {own - plain:+.2f} with it"))
     print(f"\n{', '.join(names)}: cells;")
     print("those not over a point below not adapting without it: the change;")
     print("the others: against not adapting without and with it; below by a point with it; worst")
@@ -240,6 +244,9 @@ def held(*names: str) -> None:
             f"{len(hurt)}: {before:+.2f}, {after:+.2f};",
             f"{sum(a < -1 for a in apart)}, {min(apart):+.2f}",
         )
+    print("over a point below not adapting with it, or below without it where nothing was harmed:")
+    for cell in sorted(worse):
+        print(*cell)
 
 
 def _cell(record: Record) -> tuple[str, ...]:

@@ -47,8 +47,8 @@ from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 SIDE, QUALITY = 224, 90
 PICTURES = 256  # that differ; the other files are links to these
 SHARE = 0.4  # of the rows that a term selects
-TURNS = 2 * OFTEN  # batches that the adapter alone meets on a GPU, after as many to compile it
-HELD = 8  # batches that differ among these; thresholds are set by them
+HELD = 8  # batches that the adapter alone meets; thresholds are set by them
+TURNS = 16  # times, on a GPU, after as many as compile what even one of them needs
 
 
 @dataclass(frozen=True)
@@ -131,9 +131,9 @@ def run(args: argparse.Namespace, folder: Path) -> Busy:
         wait(every)
         return time.perf_counter() - begun - (adapter.compile_seconds - compiled)
 
-    turns = list(islice(cycle(held), TURNS if every.is_cuda else HELD))
-    for images in turns if every.is_cuda else turns[:WARM]:
+    for images in islice(cycle(held), HELD * OFTEN if every.is_cuda else WARM):
         adapter(images)
+    turns = TURNS * held if every.is_cuda else held
     alone = seconds(lambda: [adapter(images) for images in turns])
     before = adapter.counts["selected"]
     taken = seconds(lambda: bench(adapter, loaded, stream, device, args.workers))

@@ -225,6 +225,30 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
     assert expected[0].compile_seconds == 0
 
 
+def test_rows_go_through_a_program_that_is_compiled_and_has_room(monkeypatch):
+    """Another would stall the stream for as long as it takes to compile."""
+    compiled = []
+    monkeypatch.setattr(program, "OFTEN", 1)
+    monkeypatch.setattr(program, "compiled", lambda f, given: compiled.append(len(given[0])) or f)
+    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
+    images = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+    order = entropy(build("resnet_gn").eval()(images)).argsort()
+    sure, unsure = images[order[:32]], images[order[32:]]
+    threshold = entropy(build("resnet_gn").eval()(images)).median().item() / math.log(10)
+    stream = [torch.cat((sure[:n], unsure[: 32 - n])) for n in (12, 10, 8, 16)]
+
+    def through(speed):
+        adapter = fata.adapt(
+            build("resnet_gn"), "sar", speed=speed, lr=1e-3, threshold=threshold, guard=None
+        )
+        return adapter, [adapter(images) for images in stream]
+
+    found = through("fast")
+    same(through("exact"), found, "cpu")
+    assert found[0].counts["selected"] == {"sar": 46}
+    assert set(compiled) == {32, 12, 8, 16}  # of ten rows there is none
+
+
 def test_a_copy_has_programs_of_its_own(monkeypatch):
     """A recorded or compiled program knows where the weights of its own model are."""
     whole = functools.partial(torch.compile, backend="aot_eager")

@@ -39,6 +39,7 @@ from fata.updates import ascend, either, sgd
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # programs that are kept, where batches are of many sizes
 PARTS = 16  # of a batch, that there are programs for
+ROOM = 1.25  # times the rows that a program may have where it is compiled and theirs is not
 
 
 class Seen(NamedTuple):
@@ -91,6 +92,8 @@ class Ran:
     """A program, the rows that it passes, and when it last ran."""
 
     program: Program
+    rows: int  # that it is given, with padding,
+    of: tuple[str, int]  # for what, and of a batch of how many
     passed: dict[str, int | Tensor] | None = None
     latest: float = 0
 
@@ -137,7 +140,7 @@ class FastEngine(Engine):
         if torch.is_grad_enabled():
             return super().forward(images)
         rows = len(images)
-        where = self._where(torch.arange(rows))
+        where = self._where(torch.arange(rows), "look")
         padded = len(where.rows) > rows
         real = [where.real] if self.coupled and rows < self._rows else []
         given = images[where.rows] if padded else images
@@ -211,12 +214,13 @@ class FastEngine(Engine):
         terms = replace(terms, batch=replace(terms.batch, images=pixels))
         every = torch.arange(self._rows)
         if sharp and host and not climbed:
-            where = self._where(every if self.coupled else chosen[0].nonzero()[:, 0])
+            where = self._where(every if self.coupled else chosen[0].nonzero()[:, 0], "climb")
             self._run("climb", self._climb, where, terms, state.theta, leaves=True)
         shared = self.coupled and not sharp  # statistics of the whole batch
-        where = self._where(every if shared else chosen.any(0).nonzero()[:, 0])
+        name = "descend with FATA" if plus else "descend"
+        where = self._where(every if shared else chosen.any(0).nonzero()[:, 0], name)
         given = (where, terms, perturb if plus else [], state.host, moving)
-        self._take(self._run("descend", self._descend, *given, leaves=True))
+        self._take(self._run(name, self._descend, *given, leaves=True))
 
     def _take(self, moved: Moved) -> None:
         state = self.state
@@ -252,15 +256,26 @@ class FastEngine(Engine):
         rate = self.rate(self._rows) * state.watched.scale
         return Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
 
-    def _where(self, index: Tensor) -> Where:
+    def _where(self, index: Tensor, name: str) -> Where:
         """These rows, and as many copies of the first of them as a program needs to be full."""
         rows, size = len(index), len(index)
         if rows <= self._rows:
             part = -(-self._rows // PARTS)
             size = min(self._rows, -(-rows // part) * part)
+            size = min(self._roomy(size, name), default=size)
         index = torch.cat((index, index[:1].expand(size - rows)))
         parts = index, torch.arange(size) < rows
         return Where(*(part.to(self.device, non_blocking=True) for part in parts))
+
+    def _roomy(self, size: int, name: str) -> list[int]:
+        """Rows of compiled programs for this that would do: to compile takes a minute or more."""
+        return [
+            ran.rows
+            for ran in self._programs.values()
+            if ran.of == (name, self._rows)
+            and size <= ran.rows <= ROOM * size
+            and ran.program.compiled
+        ]
 
     # -- programs: functions of tensors; one that moves the model gives its weights first ---------
 
@@ -359,10 +374,11 @@ class FastEngine(Engine):
         ran = self._programs.get(at)
         if ran is None:
             after = self.theta.write if leaves else None
-            what = f"{name}, {len(tensors[0])} rows"
+            rows = len(tensors[0])
+            what = f"{name}, {rows} rows"
             function = self._in_half(function)
             program = Program(function, spec, after, self._pools, what, self._large, self._kept)
-            ran = Ran(program)
+            ran = Ran(program, rows, (name, self._rows))
         before = ran.program.compile_seconds
         with self.counted_apart() as passed:
             outcome = ran.program(tensors)

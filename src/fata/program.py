@@ -130,6 +130,11 @@ class Program:
     _pool: Pool | None = None
     _found: Found | None = field(default=None, repr=False)
 
+    @property
+    def compiled(self) -> bool:
+        """Whether it is."""
+        return self._flat is not None
+
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
         self._calls += 1

@@ -21,6 +21,7 @@ from fata.corruptions import NAMES
 from fata.data import DataError, Domain, serve
 from fata.data.label_shift import label_shift
 from fata.data.scenarios import SCENARIOS
+from fata.data.slots import Slots
 
 EMBEDDED = fata.data.open("embedded")
 LABELS = EMBEDDED.of(Domain("clean")).labels
@@ -352,9 +353,9 @@ def test_mixed_corrupts_each_row_by_its_own_domain():
 def test_what_a_worker_is_given_survives_a_new_process(pictures):
     """Where processes do not start as copies, it travels pickled."""
     data = fata.data.open(f"folder:{pictures}")
-    reader = serve._Pictures([data.of(domain) for domain in data.domains])
-    rows = [(0, 1), (1, 2)]
-    (here, _), (there, _) = (one[rows] for one in (reader, pickle.loads(pickle.dumps(reader))))
+    reader = serve._Pictures([data.of(domain) for domain in data.domains], None)
+    task = None, [(0, 1), (1, 2)]
+    here, there = (one[task][0] for one in (reader, pickle.loads(pickle.dumps(reader))))
     assert torch.equal(here, there)
 
 
@@ -363,7 +364,7 @@ class SetUpError(Exception):
 
 
 @pytest.mark.parametrize(("device", "workers"), [("cuda", 3), ("cpu", 3), ("cpu", 0)])
-def test_batches_are_decoded_ahead_into_pinned_memory(pictures, monkeypatch, device, workers):
+def test_batches_are_decoded_ahead(pictures, monkeypatch, device, workers):
     def loader(*_, **options):
         raise SetUpError(options)
 
@@ -373,8 +374,53 @@ def test_batches_are_decoded_ahead_into_pinned_memory(pictures, monkeypatch, dev
         next(stream.serve(device, workers=workers))
     (options,) = caught.value.args
     assert options["num_workers"] == workers
-    assert options["pin_memory"] == (device == "cuda")
-    assert options["prefetch_factor"] == (4 if workers else None)
+    assert options["prefetch_factor"] == (serve.AHEAD if workers else None)
+
+
+def test_a_batch_stays_as_it_was_when_others_follow(pictures):
+    """Workers write where those before it were."""
+    data = fata.data.open(f"folder:{pictures}")
+    stream = fata.stream(data, "recurring", rounds=20, batch_size=2)
+    assert len(stream) > 3 * (serve.AHEAD * 2 + 2)
+    kept = list(stream.serve(workers=2))
+    for here, there in zip(stream.serve(workers=0), kept, strict=True):
+        assert torch.equal(here.images, there.images)
+
+
+def test_pictures_that_fit_in_no_slot_come_all_the_same(tmp_path):
+    """As where domains differ in size, or the first batch has fewer pictures than others."""
+    for domain, side in (("small", 8), ("large", 16)):
+        for name in ("cat", "dog"):
+            folder = tmp_path / domain / name
+            folder.mkdir(parents=True)
+            for number in range(5):
+                pixels = np.full((side, side, 3), 10 * number + side, np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    data = fata.data.open(f"folder:{tmp_path}")
+    sources = [data.of(domain) for domain in data.domains]
+    batches = [[(0, 0), (0, 5)], [(1, 1), (1, 2)], [(0, 1), (0, 2), (0, 3)], [(1, 4)]]
+    here, there = (
+        list(serve.read(sources, batches, len(batches), torch.device("cpu"), workers))
+        for workers in (0, 2)
+    )
+    for (pixels, _), (again, _), rows in zip(here, there, batches, strict=True):
+        assert torch.equal(pixels, again)
+        assert len(pixels) == len(rows)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing is pinned")
+def test_a_gpu_copies_from_where_workers_decode():
+    slots, device = Slots(2, (2, 3, 4, 4)), torch.device("cuda")
+    slots.pixels.fill_(7)
+    assert not slots.pixels.is_pinned()
+    with slots.pinned(device):
+        assert slots.pixels.is_pinned()
+        copy = slots.copied(1, 2, device)
+        turn = slots.free()
+        assert [next(turn), next(turn), next(turn)] == [0, 1, 0]  # by then it has been copied
+        slots.pixels.fill_(9)
+    assert not slots.pixels.is_pinned()
+    assert (copy == 7).all()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: batches stay on the CPU")

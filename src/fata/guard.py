@@ -88,7 +88,7 @@ class Guard:
     rows: int = 448
     narrowing: float = 0.003
     neglect: float = 0.01
-    even: float = 0.004
+    even: float = 0.006
     trial: int = 2048
     ring: int = 4
     slower: float = 0.1

@@ -455,5 +455,5 @@ def _served(
             damaged.update(dict.fromkeys(broken.values()))
             whole = whole_rows(broken, len(index))
             labels = plan.labels[index[whole] % len(plan.labels)]
-            images = pixels.to(device, non_blocking=True).float().div_(255)
+            images = pixels.float().div_(255)
             yield plan.preprocess.normalise(images), labels.to(device, non_blocking=True)

@@ -54,7 +54,7 @@ class Lot:
             found.append(broken)
             whole = part[whole_rows(broken, len(part))]
             if len(whole):
-                images = pixels.to(device, non_blocking=True).float().div_(255)
+                images = pixels.float().div_(255)
                 pieces.append(finish(images, whole.tolist()))
         end = len(self.pixels)
         if pieces:
@@ -141,19 +141,20 @@ class Shelf:
 
     def _laid_in(self, lot: Lot, at: Place, stream: Stream, decoded: Decoded) -> Decoded:
         """What comes live; once all of it has passed, it is on the shelf."""
-        pieces: list[Tensor] = []
         end = 0
         try:
             with closing(decoded):
                 for (first, last, _), (images, broken) in zip(stream.spans, decoded, strict=True):
                     whole = lot.note(stream.index[first:last], broken, end)
+                    if len(whole):
+                        if not end:
+                            lot.pixels = images.new_empty(stream.images, *images.shape[1:])
+                        lot.pixels[end : end + len(whole)] = images
                     end += len(whole)
-                    pieces += [images] if len(whole) else []
                     yield images, broken
         finally:
             self._coming = None
-        if pieces:
-            lot.pixels = torch.cat(pieces)
+        lot.pixels = lot.pixels[:end]
         self._lots[at] = lot
         self._make_room()
 

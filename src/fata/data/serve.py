@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fata.data.dataset import Dataset, Domain, Files, Pictures
 from fata.data.errors import Damaged, DataError
+from fata.data.slots import Slots
 
 if TYPE_CHECKING:
     from fata.data.streams import Stream
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 Row = tuple[int, int]  # which source, and which of its pictures
 Broken = dict[int, str]  # what is wrong with a row's picture
 Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole pictures, others
+Sent = tuple[Tensor, int | None, int, Broken]  # by a worker: pictures, or their slot; how many
+AHEAD = 2  # batches that each worker may be ahead of the model
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +95,7 @@ def _finished(stream: Stream, pictures: Decoded, device: torch.device) -> Decode
         for (first, last, _), (pixels, broken) in zip(stream.spans, pictures, strict=True):
             whole = whole_rows(broken, last - first)
             place, index = (part[first:last][whole] for part in (stream.domain, stream.index))
-            images = pixels.to(device, non_blocking=True).float().div_(255)
+            images = pixels.float().div_(255)
             yield _corrupted(stream.dataset, images, stream.domains, place, index), broken
 
 
@@ -101,7 +106,7 @@ def read(
     device: torch.device,
     workers: int | None,
 ) -> Decoded:
-    """Bytes of the whole pictures of `count` batches, and what is wrong with the others.
+    """Bytes of the whole pictures of `count` batches on the device; what is wrong with the others.
 
     Worker processes begin at once, before the first batch is asked for.
     """
@@ -109,22 +114,48 @@ def read(
         workers = min(16, _cores(), count)
     if not any(isinstance(source, Files) for source in sources):
         workers = 0
+    first, batches = _peek(batches)
+    slots = _slots(sources, first, workers)
     loader = DataLoader(
-        _Pictures(sources),
-        sampler=batches,
+        _Pictures(sources, slots.pixels if slots else None),
+        sampler=zip(slots.free() if slots else repeat(None), batches, strict=False),
         batch_size=None,
         num_workers=workers,
-        pin_memory=device.type == "cuda",
-        prefetch_factor=4 if workers else None,
+        pin_memory=device.type == "cuda" and not workers,
+        prefetch_factor=AHEAD if workers else None,
+        multiprocessing_context="fork" if slots else None,
         worker_init_fn=_quiet,
         generator=torch.Generator(),  # a loader draws a seed; not from the caller's generator
     )
-    return _drained(iter(loader))
+    return _received(iter(loader), slots, device)
 
 
-def _drained(loader: Iterator[tuple[Tensor, Broken]]) -> Decoded:
+def _peek(batches: Iterable[list[Row]]) -> tuple[list[Row], Iterator[list[Row]]]:
+    """The first, and all of them."""
+    following = iter(batches)
+    first = next(following)
+    return first, chain([first], following)
+
+
+def _slots(sources: Sequence[Pictures], first: list[Row], workers: int) -> Slots | None:
+    """Room for the batches that are under way and two at hand, each as large as the first."""
+    if not workers or sys.platform != "linux":  # elsewhere processes do not begin as copies
+        return None
+    for place, index in first:
+        with suppress(Exception):  # a damaged picture is found again, by a worker
+            shape = sources[place].read(index).shape
+            return Slots(AHEAD * workers + 2, (len(first), *shape))
+    return None
+
+
+def _received(loader: Iterator[Sent], slots: Slots | None, device: torch.device) -> Decoded:
     """Closing this ends the worker processes, whoever still holds the frames of an error."""
-    yield from loader
+    with slots.pinned(device) if slots else nullcontext():
+        for pixels, slot, rows, broken in loader:
+            if slots and slot is not None:
+                yield slots.copied(slot, rows, device), broken
+            else:
+                yield pixels.to(device, non_blocking=True), broken
 
 
 def refuse(broken: Broken) -> None:
@@ -141,13 +172,14 @@ def whole_rows(broken: Broken, rows: int) -> Tensor:
     return torch.tensor([row not in broken for row in range(rows)])
 
 
-class _Pictures(TorchDataset[tuple[Tensor, Broken]]):
-    """Pictures by source and number, a batch at a time."""
+class _Pictures(TorchDataset[Sent]):
+    """Pictures by source and number, a batch at a time; into a slot where they fit there."""
 
-    def __init__(self, sources: Sequence[Pictures]) -> None:
-        self.sources = sources
+    def __init__(self, sources: Sequence[Pictures], slots: Tensor | None) -> None:
+        self.sources, self.slots = sources, slots
 
-    def __getitem__(self, rows: list[Row]) -> tuple[Tensor, Broken]:
+    def __getitem__(self, task: tuple[int | None, list[Row]]) -> Sent:
+        slot, rows = task
         pictures: list[Tensor] = []
         broken: Broken = {}
         for row, (place, index) in enumerate(rows):
@@ -158,7 +190,16 @@ class _Pictures(TorchDataset[tuple[Tensor, Broken]]):
                 broken[row] = str(error)
             except Exception as error:  # Pillow's decoders raise anything for bad files
                 broken[row] = f"{source.name(index)} ({type(error).__name__}: {error})"
-        return torch.stack(pictures) if pictures else torch.empty(0), broken
+        if not pictures:
+            return torch.empty(0), None, 0, broken
+        if self.slots is None or slot is None or not _fit(pictures, self.slots[slot]):
+            return torch.stack(pictures), None, len(pictures), broken
+        torch.stack(pictures, out=self.slots[slot, : len(pictures)])
+        return torch.empty(0), slot, len(pictures), broken
+
+
+def _fit(pictures: list[Tensor], slot: Tensor) -> bool:
+    return len(pictures) <= len(slot) and all(one.shape == slot.shape[1:] for one in pictures)
 
 
 def _rows(stream: Stream, first: int, last: int) -> list[Row]:
@@ -190,6 +231,7 @@ def _cores() -> int:
 
 
 def _quiet(worker: int) -> None:
-    """A worker leaves Ctrl-C to the process that serves, and harmless oddities of files unsaid."""
+    """A worker leaves Ctrl-C and the processor to the process that serves, and oddities unsaid."""
+    os.nice(5)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.filterwarnings("ignore", module="PIL")

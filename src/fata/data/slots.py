@@ -1,0 +1,62 @@
+"""Memory that worker processes decode into, and that a GPU copies from as it is.
+
+Sent the usual way, a batch is written to shared memory by its worker, then mapped, copied and
+pinned by the process that serves: for that one alone more work than decoding is for many workers.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import cycle
+
+import torch
+from torch import Tensor
+
+
+class Slots:
+    """Room for some batches, which processes that begin as copies of this one share with it.
+
+    Args:
+        count: so many batches.
+        shape: of one, (rows, 3, H, W), bytes.
+    """
+
+    def __init__(self, count: int, shape: tuple[int, ...]) -> None:
+        memory = mmap.mmap(-1, count * math.prod(shape))  # no file, so no limit of /dev/shm's
+        self.pixels = torch.frombuffer(memory, dtype=torch.uint8).view(count, *shape)
+        self._copied: list[torch.cuda.Event | None] = [None] * count
+
+    def free(self) -> Iterator[int]:
+        """Numbers of slots, in turn: a batch that was there has been copied by then."""
+        for number in cycle(range(len(self.pixels))):
+            if event := self._copied[number]:
+                event.synchronize()
+            yield number
+
+    def copied(self, number: int, rows: int, device: torch.device) -> Tensor:
+        """The first rows of a slot, on the device; a GPU is not waited for."""
+        pixels = self.pixels[number, :rows].to(device, non_blocking=True, copy=True)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                event.record()
+            self._copied[number] = event
+        return pixels
+
+    @contextmanager
+    def pinned(self, device: torch.device) -> Iterator[None]:
+        """A GPU may copy from it by itself inside the context."""
+        if device.type != "cuda":
+            yield
+            return
+        at, runtime = self.pixels.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(runtime.cudaHostRegister(at, self.pixels.nbytes, 1))
+        try:
+            yield
+        finally:
+            for event in filter(None, self._copied):
+                event.synchronize()
+            torch.cuda.check_error(runtime.cudaHostUnregister(at))

@@ -235,7 +235,7 @@ def test_rows_go_through_a_program_that_is_compiled_and_has_room(monkeypatch):
     order = entropy(build("resnet_gn").eval()(images)).argsort()
     sure, unsure = images[order[:32]], images[order[32:]]
     threshold = entropy(build("resnet_gn").eval()(images)).median().item() / math.log(10)
-    stream = [torch.cat((sure[:n], unsure[: 32 - n])) for n in (12, 8, 6, 16)]
+    stream = [torch.cat((sure[:n], unsure[: 32 - n])) for n in (12, 8, 4, 16)]
 
     def through(speed):
         adapter = fata.adapt(
@@ -245,8 +245,8 @@ def test_rows_go_through_a_program_that_is_compiled_and_has_room(monkeypatch):
 
     found = through("fast")
     same(through("exact"), found, "cpu")
-    assert found[0].counts["selected"] == {"sar": 42}
-    assert set(compiled) == {32, 12, 6, 16}  # of eight rows there is none
+    assert found[0].counts["selected"] == {"sar": 40}
+    assert set(compiled) == {32, 12, 4, 16}  # of eight rows there is none
 
 
 def test_a_copy_has_programs_of_its_own(monkeypatch):
@@ -416,7 +416,7 @@ def test_group_norm_that_is_compiled_is_torchs_own(device, shape, groups, affine
         return [y.detach(), *torch.autograd.grad((y * slope).sum(), leaves)]
 
     given = (x, slope, *(parameter.detach() for parameter in norm.parameters()))
-    limit = 1e-4 if far == 1 else 2e-3
+    limit = 1e-4 if far == 1 else 1e-2
     traced = make_fx(there_and_back, decompositions.TABLE)(*given)
     assert not any("native_group_norm" in str(node.target) for node in traced.graph.nodes)
     norm.double()  # torch's own in single precision is as far from it as ours

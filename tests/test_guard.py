@@ -532,6 +532,65 @@ def test_batches_that_do_not_normalise_are_answered_by_the_running_statistics(
     assert torch.equal(adapter(images[0]), found[0])
 
 
+@pytest.mark.parametrize(
+    ("witness", "other", "mixed"),
+    [
+        ((0, 0.6), 0.6, True),
+        ((20, 0.6), 0.7, True),  # a shift: a class has a third of the answers, the others the rest
+        ((40, 0.6), 0.6, False),
+        ((0, 0.9), 0.5, False),  # of all classes, but too few to normalise with
+    ],
+)
+def test_a_batch_of_many_classes(witness, other, mixed):
+    many, sure = witness
+    _, (*_, found, _) = compare({}, surely(sure, many), surely(other, 0), 448, _of_the_batch)
+    assert bool(found) == mixed
+
+
+def test_no_batch_has_more_classes_than_images():
+    """64 of 1,000 are as many as there can be."""
+    every = torch.eye(1000)[:64]
+    assert compare({}, every, every, 448)[1][-2] == 1
+
+
+def test_a_batch_of_many_classes_is_answered_with_its_own_statistics(monkeypatch):
+    """At once; and some of them end the time of the running ones."""
+    guard = fata.Guard(rows=3 * 8)
+    adapter = fata.adapt(build("resnet_bn"), "tent", guard=guard, lr=0.01)
+    one, many = HARM, Sign("narrowing", 0.0, 0.1, 0.0, mixed=True)
+    shown = [one, one, many, one, many, many, many]
+    found, images = [], batches(2 + len(shown))
+    for number, batch in enumerate(images):
+        sign_is(monkeypatch, adapter, statistics=([one, one, *shown])[number])
+        found.append(adapter(batch))
+    norm, source = fata.adapt(build("resnet_bn"), "norm"), build("resnet_bn").eval()
+    for answer, batch, sign in zip(found[2:], images[2:], shown, strict=True):
+        with torch.no_grad():
+            assert torch.equal(answer, norm(batch) if sign.mixed else source(batch))
+    actions = [(event.batch, event.action) for event in adapter.guard.events]
+    assert actions == [(2, "running"), (len(images), "batch")]
+
+
+def test_a_camera_that_saw_nothing_for_a_while():
+    """Grey images have no statistics; what comes then is answered as well as if they had not."""
+    loaded = fata.zoo.load("mini_resnet_bn")
+    data = fata.data.open("embedded", fit=loaded)
+    stream = fata.stream(data, domains=["speckle_noise"], images=9 * 64)
+    shown = [(loaded.preprocess.normalise(b.images), b.labels) for b in stream]
+    adapter = fata.adapt(loaded.model, "tent", lr=1e-4)
+    for _ in range(3):
+        adapter(loaded.preprocess.normalise(torch.full((64, 3, 32, 32), 0.5)))
+    right = sum((adapter(images).argmax(1) == labels).sum().item() for images, labels in shown)
+    assert [event.action for event in adapter.guard.events] == ["running", "batch"]
+    adapter.unwrap()
+    still = {}
+    for spec in ("source", "norm"):
+        other = fata.adapt(fata.zoo.load("mini_resnet_bn").model, spec)
+        still[spec] = sum((other(x).argmax(1) == y).sum().item() for x, y in shown)
+    assert still["source"] < still["norm"] - 0.05 * 9 * 64
+    assert right > still["norm"] - 0.01 * 9 * 64
+
+
 def test_batches_of_one_image_are_too_small_to_normalise_with():
     """Nobody says so to the guard: it finds that the answers have narrowed."""
     loaded = fata.zoo.load("mini_resnet_bn")

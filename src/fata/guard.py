@@ -23,6 +23,7 @@ answers.
 
 BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
 those by the source model with its own, for batches too small or too uniform to normalise with.
+While those do harm, each batch is judged: one of many classes is answered with its statistics.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ RARELY = 4  # statistics are looked at in every fourth of them
 LATEST = 1000  # events that are kept
 ENOUGH = 10  # answers a class to tell how even they are,
 LONG_RUN = 4  # over so many times `rows`
-LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again
+LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again;
+MIXED = 0.77  # of the most that H(n0) can be, above which a batch is of many classes:
+MIXED_SURER = 0.05  # where the running ones are not so much surer; `rows` such answers are enough
 TWICE = 0.4, 0.05  # share that is a majority for BatchNorm's statistics, where the running ones are
 LONGER = 0.3, 0.02  # so much surer: in two looks one after the other, or in the average of many;
 UNSURE = 0.1  # where they are so much less sure than with the batch's, no share is
@@ -114,6 +117,7 @@ class Sign:
     doubt: float
     limit: float
     lacking: float = 1.0  # of ln C in H(n0), beside what chance takes: how uneven the witness is
+    mixed: bool = False  # whether the latest answers are of many classes, by the witness
 
     @property
     def excess(self) -> float:
@@ -159,6 +163,7 @@ class Watched:
     failures: int = 0
     resting: bool = False
     running: bool = False  # the model answers with its running statistics
+    mixed: int = 0  # answers since then, one after the other, for batches of many classes
     even: bool = False  # the source answers: its answers are even, and the model has proved nothing
     events: list[Event] = field(default_factory=list)
 
@@ -236,10 +241,10 @@ class Watch:
         self._alarm.write(state.guard["latest"])
         watched.since += 1
         watched.answers += rows
-        if not due and not watched.source_answers:
+        if not due and not watched.source_answers and not watched.running:
             return logits
         watched.last = since
-        normalising = not settled or not since % (RARELY * interval)
+        normalising = due and (not settled or not since % (RARELY * interval))
         return self._look(images, logits, normalising, due)
 
     def _look(self, images: Tensor, logits: Tensor, normalising: bool, due: bool) -> Tensor:
@@ -254,9 +259,10 @@ class Watch:
             own = logits if watched.running else self._witness(images, running=True)
             sign = self._compare("statistics", own, witness)
             if watched.running:
+                watched.mixed = watched.mixed + engine.group.rows(len(images)) if sign.mixed else 0
                 if self._mixed_again(sign):
                     self._normalise(sign, running=False)
-                return own
+                return witness if sign.mixed else own
             if sign.excess > 0:
                 self._normalise(sign, running=True)
                 return own
@@ -309,6 +315,8 @@ class Watch:
     def _mixed_again(self, sign: Sign) -> bool:
         """Whether batches have been of many classes for long, and their statistics do no harm."""
         state = self._engine.state
+        if state.watched.mixed >= self.guard.rows:
+            return True
         if sign.name == "neglect":
             state.guard = {}
             return False
@@ -333,12 +341,12 @@ class Watch:
         )
         state.guard = {**state.guard, **{f"{name}.{n}": after[n] for n in after}}
         # A wait for the device, at every look.
-        few, *values, lacking = signs.tolist()
+        few, *values, mixed, lacking = signs.tolist()
         kind, limit = "narrowing", self.guard.narrowing
         if few:
             kind, limit = "neglect", self.guard.neglect
         pairs = values[:2], values[2:]
-        both = [Sign(kind, value, doubt, limit, lacking) for value, doubt in pairs]
+        both = [Sign(kind, value, doubt, limit, lacking, bool(mixed)) for value, doubt in pairs]
         return max(both, key=lambda sign: sign.excess)
 
     def _take_back(self, sign: Sign) -> None:
@@ -357,6 +365,7 @@ class Watch:
     def _normalise(self, sign: Sign, running: bool) -> None:
         """From now on with the running statistics, or with the batch's again."""
         self._engine.state.watched.running = running
+        self._engine.state.watched.mixed = 0
         self._go(self._source, sign, "running" if running else "batch")
 
     @property
@@ -453,8 +462,9 @@ def compare(
 
     Returns:
         the averages, and: whether the witness has a majority class; a sign at once and its doubt;
-        the sign over some `rows`, and its doubt; what the witness's answers lack to be even, a
-        share of ln C. The sign is N where there is a majority, else S.
+        the sign over some `rows`, and its doubt; whether the latest answers are of many classes;
+        what the witness's lack to be even, a share of ln C. The sign is N where there is a
+        majority, else S.
     """
     classes = math.log(logits.shape[1])
     now = {
@@ -496,7 +506,10 @@ def compare(
     signs = torch.where(uniform, n, s)
     lacking = _lacking(after["long.source"], after["long.rows"].clamp(1, most))
     lacking = torch.where(uniform, 1, lacking)
-    return after, torch.cat((uniform.to(n)[None], signs, lacking[None]))
+    most_even = math.log(min(logits.shape[1], max(BRIEF, count)))
+    mixed = torch.special.entr(brief["brief.source"]).sum() > MIXED * most_even
+    mixed &= brief["brief.surer"] < MIXED_SURER
+    return after, torch.stack((uniform.to(n), *signs, mixed.to(n), lacking))
 
 
 def _lacking(shares: Tensor, known: Tensor) -> Tensor:

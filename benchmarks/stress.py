@@ -153,7 +153,7 @@ def table(found: Sequence[Line]) -> str:
     head += ["against not adapting", "events", "last", "bound"]
     rows = [
         [
-            f"{line.ordeal}: {line.part}" if line.part else line.ordeal,
+            _name(line),
             line.model,
             line.method,
             *(f"{line.still[s]:.2f}" if s in line.still else "" for s in ("source", "norm")),
@@ -167,6 +167,29 @@ def table(found: Sequence[Line]) -> str:
         for line in found
     ]
     return markdown(head, rows)
+
+
+def worst(found: Sequence[Line]) -> str:
+    """A line a part of an ordeal and network: the method that loses most, without and with."""
+    some: dict[tuple[str, str], list[Line]] = {}
+    for line in found:
+        some.setdefault((_name(line), line.model), []).append(line)
+    head = ["stress", "network", "methods", "the bound holds", "worst without guard", "worst with"]
+    rows = [
+        [
+            *at,
+            f"{len(own)}",
+            f"{sum(line.holds for line in own)}",
+            f"{min(line.free - max(line.still.values()) for line in own):+.2f}",
+            f"{min(line.margin for line in own):+.2f}",
+        ]
+        for at, own in some.items()
+    ]
+    return markdown(head, rows)
+
+
+def _name(line: Line) -> str:
+    return f"{line.ordeal}: {line.part}" if line.part else line.ordeal
 
 
 def summary(found: Sequence[Line]) -> str:
@@ -208,6 +231,7 @@ def main() -> None:
     outcomes = dict(zip(asked, _all(asked, args.jobs), strict=True))
     found = lines(outcomes)
     print(table(found))
+    print(f"\n{worst(found)}")
     print(f"\n{summary(found)}")
     if args.json:
         kept = [{**asdict(line), "margin": line.margin, "holds": line.holds} for line in found]

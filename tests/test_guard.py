@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from benchmarks.mixed import judged
 
 import fata
 from fata import tiny
@@ -545,6 +546,14 @@ def test_a_batch_of_many_classes(witness, other, mixed):
     many, sure = witness
     _, (*_, found, _) = compare({}, surely(sure, many), surely(other, 0), 448, _of_the_batch)
     assert bool(found) == mixed
+
+
+@pytest.mark.parametrize(("scenario", "mixed"), [("normal", 1), ("label-shift", 0)])
+def test_real_batches_of_many_classes_and_of_one(scenario, mixed):
+    found = judged("embedded", scenario, "speckle_noise", every=5)
+    assert [one[2] for one in found] == [mixed] * len(found)
+    right, other = (sum(one[at] for one in found) / len(found) for at in (4, 3))
+    assert (right > other) == mixed  # the batch's statistics are better where it is mixed
 
 
 def test_no_batch_has_more_classes_than_images():

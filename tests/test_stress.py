@@ -167,6 +167,15 @@ def test_the_verdict():
     assert bad[-2] == "**does not hold**"
 
 
+def test_the_worst_of_the_methods_is_told():
+    own = [line(), line(method="sar", free=60.0, held=40.0), line(ordeal="noise", free=0.0)]
+    rows = [[cell.strip() for cell in row.split("|")] for row in stress.worst(own).splitlines()[2:]]
+    assert rows == [
+        ["", "single", NET, "2", "1", "-50.00", "-30.00", ""],
+        ["", "noise", NET, "1", "1", "-70.00", "-0.50", ""],
+    ]
+
+
 def test_an_adversary_that_does_no_harm_is_told_of():
     weak, strong = (line(ordeal="adversary", free=free) for free in (69.5, 20.0))
     assert "no harm" in stress.summary([weak])

@@ -213,9 +213,10 @@ FREE = ("normal", "label-shift", "mixed", "bs1", "imagenet", "fast")  # without 
 def held(*names: str) -> None:
     """What the guard gave: against not adapting, and against the same cells without it.
 
-    Those are `fast` as the guarded ones are, where they were run so, or `exact`.
+    Those are as fast as the guarded ones, where they were run so, or `exact`; a guard that did
+    nothing is none.
     """
-    free = {_cell(r): r for other in FREE for r in kept(other)}
+    free = {_cell(r): r for other in FREE for r in kept(other)}  # `fast` goes over `exact`
     still: dict[tuple[str, ...], float] = {}
     for cell, record in free.items():
         if cell[1] in ("source", "norm"):
@@ -227,7 +228,8 @@ def held(*names: str) -> None:
         if record.protocol["guard"] is None:
             continue
         cell = _cell(record)
-        own, alone = record.result["accuracy"], free[cell].result["accuracy"]
+        own, without = record.result["accuracy"], free[cell] if record.result["guard"] else record
+        alone = without.result["accuracy"]
         plain = still[(cell[0], *cell[2:])]
         for at in ((cell[-1], cell[0]), ("together", "")):
             found.setdefault(at, []).append((plain, alone, own))

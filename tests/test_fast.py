@@ -249,6 +249,16 @@ def test_rows_go_through_a_program_that_is_compiled_and_has_room(monkeypatch):
     assert set(compiled) == {32, 12, 4, 16}  # of eight rows there is none
 
 
+def test_no_program_has_more_rows_than_the_batch():
+    """A look of a method's own may have; BatchNorm would count the padding."""
+    engine = fata.adapt(build("resnet_bn"), "deyo", speed="fast", guard=None)._engine
+    compiled = SimpleNamespace(compiled=True)
+    engine._rows = 8
+    engine._programs = {n: fast.Ran(compiled, n, ("look", 8)) for n in (6, 8, 16)}
+    assert engine._roomy(5, "look") == [6, 8]
+    assert engine._roomy(8, "look") == [8]
+
+
 def test_a_copy_has_programs_of_its_own(monkeypatch):
     """A recorded or compiled program knows where the weights of its own model are."""
     whole = functools.partial(torch.compile, backend="aot_eager")

@@ -556,6 +556,13 @@ def test_real_batches_of_many_classes_and_of_one(scenario, mixed):
     assert (right > other) == mixed  # the batch's statistics are better where it is mixed
 
 
+def test_a_batch_whose_statistics_narrow_the_answers_is_not_answered_with_them():
+    classes = surely(0.6, 0)
+    narrow = classes[[n % 3 for n in range(64)]]  # three of ten, just as sure
+    assert compare({}, classes, classes, 448, _of_the_batch)[1][-2] == 1
+    assert compare({}, classes, narrow, 448, _of_the_batch)[1][-2] == 0
+
+
 def test_no_batch_has_more_classes_than_images():
     """64 of 1,000 are as many as there can be."""
     every = torch.eye(1000)[:64]

@@ -375,6 +375,8 @@ def test_batches_are_decoded_ahead(pictures, monkeypatch, device, workers):
     (options,) = caught.value.args
     assert options["num_workers"] == workers
     assert options["prefetch_factor"] == (serve.AHEAD if workers else None)
+    slots = sys.platform == "linux" and workers > 0
+    assert options["pin_memory"] == (device == "cuda" and not slots)
 
 
 def test_a_batch_stays_as_it_was_when_others_follow(pictures):
@@ -406,6 +408,13 @@ def test_pictures_that_fit_in_no_slot_come_all_the_same(tmp_path):
     for (pixels, _), (again, _), rows in zip(here, there, batches, strict=True):
         assert torch.equal(pixels, again)
         assert len(pixels) == len(rows)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_batches_give_none(pictures, workers):
+    data = fata.data.open(f"folder:{pictures}")
+    sources = [data.of(data.domains[0])]
+    assert list(serve.read(sources, [], 0, torch.device("cpu"), workers)) == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing is pinned")

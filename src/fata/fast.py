@@ -273,7 +273,7 @@ class FastEngine(Engine):
             ran.rows
             for ran in self._programs.values()
             if ran.of == (name, self._rows)
-            and size <= ran.rows <= ROOM * size
+            and size <= ran.rows <= min(ROOM * size, self._rows)
             and ran.program.compiled
         ]
 

@@ -23,7 +23,8 @@ answers.
 
 BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
 those by the source model with its own, for batches too small or too uniform to normalise with.
-While those do harm, each batch is judged: one of many classes is answered with its statistics.
+While those do harm, every batch is judged, with the 64 latest answers: one of many classes, whose
+statistics do none, is answered with them.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ ENOUGH = 10  # answers a class to tell how even they are,
 LONG_RUN = 4  # over so many times `rows`
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again;
 MIXED = 0.77  # of the most that H(n0) can be, above which a batch is of many classes:
-MIXED_SURER = 0.05  # where the running ones are not so much surer; `rows` such answers are enough
+MIXED_SURER = 0.05  # where the running ones are not so much surer, and S is not above 0 beyond
+# doubt; `rows` such answers are enough
 TWICE = 0.4, 0.05  # share that is a majority for BatchNorm's statistics, where the running ones are
 LONGER = 0.3, 0.02  # so much surer: in two looks one after the other, or in the average of many;
 UNSURE = 0.1  # where they are so much less sure than with the batch's, no share is
@@ -508,7 +510,7 @@ def compare(
     lacking = torch.where(uniform, 1, lacking)
     most_even = math.log(min(logits.shape[1], max(BRIEF, count)))
     mixed = torch.special.entr(brief["brief.source"]).sum() > MIXED * most_even
-    mixed &= brief["brief.surer"] < MIXED_SURER
+    mixed &= (brief["brief.surer"] < MIXED_SURER) & (s[0] <= s[1])
     return after, torch.stack((uniform.to(n), *signs, mixed.to(n), lacking))
 
 

@@ -115,13 +115,13 @@ def read(
     if not any(isinstance(source, Files) for source in sources):
         workers = 0
     first, batches = _peek(batches)
-    slots = _slots(sources, first, workers)
+    slots = _slots(sources, first, workers, count)
     loader = DataLoader(
         _Pictures(sources, slots.pixels if slots else None),
         sampler=zip(slots.free() if slots else repeat(None), batches, strict=False),
         batch_size=None,
         num_workers=workers,
-        pin_memory=device.type == "cuda" and not workers,
+        pin_memory=device.type == "cuda" and slots is None,
         prefetch_factor=AHEAD if workers else None,
         multiprocessing_context="fork" if slots else None,
         worker_init_fn=_quiet,
@@ -133,18 +133,18 @@ def read(
 def _peek(batches: Iterable[list[Row]]) -> tuple[list[Row], Iterator[list[Row]]]:
     """The first, and all of them."""
     following = iter(batches)
-    first = next(following)
-    return first, chain([first], following)
+    first = next(following, [])
+    return first, chain([first] if first else [], following)
 
 
-def _slots(sources: Sequence[Pictures], first: list[Row], workers: int) -> Slots | None:
+def _slots(sources: Sequence[Pictures], first: list[Row], workers: int, count: int) -> Slots | None:
     """Room for the batches that are under way and two at hand, each as large as the first."""
     if not workers or sys.platform != "linux":  # elsewhere processes do not begin as copies
         return None
     for place, index in first:
         with suppress(Exception):  # a damaged picture is found again, by a worker
             shape = sources[place].read(index).shape
-            return Slots(AHEAD * workers + 2, (len(first), *shape))
+            return Slots(min(AHEAD * workers + 2, count), (len(first), *shape))
     return None
 
 
@@ -232,6 +232,7 @@ def _cores() -> int:
 
 def _quiet(worker: int) -> None:
     """A worker leaves Ctrl-C and the processor to the process that serves, and oddities unsaid."""
-    os.nice(5)
+    if hasattr(os, "nice"):
+        os.nice(5)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.filterwarnings("ignore", module="PIL")

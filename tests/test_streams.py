@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -408,6 +409,21 @@ def test_pictures_that_fit_in_no_slot_come_all_the_same(tmp_path):
     for (pixels, _), (again, _), rows in zip(here, there, batches, strict=True):
         assert torch.equal(pixels, again)
         assert len(pixels) == len(rows)
+
+
+def test_what_cannot_be_pinned_is_copied_all_the_same(monkeypatch):
+    """As where a system has little memory for it."""
+
+    def refuse(*_):
+        raise RuntimeError("out of memory")
+
+    runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=pytest.fail)
+    monkeypatch.setattr("fata.data.slots._runtime", lambda: runtime)
+    slots = Slots(1, (2, 3, 4, 4))
+    slots.pixels.fill_(7)
+    warns = pytest.warns(UserWarning, match="not pinned: out of memory")
+    with warns, slots.pinned(torch.device("cuda")):
+        assert (slots.copied(0, 2, torch.device("cpu")) == 7).all()
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import mmap
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,15 +50,28 @@ class Slots:
 
     @contextmanager
     def pinned(self, device: torch.device) -> Iterator[None]:
-        """A GPU may copy from it by itself inside the context."""
-        if device.type != "cuda":
+        """A GPU may copy from it by itself inside the context, where the system lets it."""
+        if device.type != "cuda" or not self._pin(device):
             yield
             return
-        at, runtime = self.pixels.data_ptr(), torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        torch.cuda.check_error(runtime.cudaHostRegister(at, self.pixels.nbytes, 1))
         try:
             yield
         finally:
             for event in filter(None, self._copied):
                 event.synchronize()
-            torch.cuda.check_error(runtime.cudaHostUnregister(at))
+            torch.cuda.check_error(_runtime().cudaHostUnregister(self.pixels.data_ptr()))
+
+    def _pin(self, device: torch.device) -> bool:
+        at, size = self.pixels.data_ptr(), self.pixels.nbytes
+        try:
+            torch.cuda.check_error(_runtime().cudaHostRegister(at, size, 1))
+        except RuntimeError as error:
+            warnings.warn(f"pictures go to the GPU from memory not pinned: {error}", stacklevel=2)
+            with suppress(RuntimeError):
+                torch.zeros((), device=device)  # else the next kernel would report this error
+            return False
+        return True
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

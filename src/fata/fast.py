@@ -39,7 +39,7 @@ from fata.updates import ascend, either, sgd
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # programs that are kept, where batches are of many sizes
 PARTS = 16  # of a batch, that there are programs for
-ROOM = 2  # times its rows that a compiled program may have: else one is 2.5 times as slow
+ROOM = 2  # times the rows that a compiled program may have; one not compiled is 2.5 times as slow
 
 
 class Seen(NamedTuple):

@@ -19,6 +19,7 @@ import torch
 import fata
 from benchmarks.speed import markdown
 from fata.corruptions import EXTRA
+from fata.data import DataError
 from fata.guard import compare
 
 MODEL = "mini_resnet_bn"
@@ -57,13 +58,18 @@ def main() -> None:
     parser.add_argument("--domains", nargs="+", default=list(EXTRA))
     parser.add_argument("--every", type=int, default=1, help="of so many batches, one")
     args = parser.parse_args()
+    if args.every < 1:
+        parser.error(f"--every {args.every}: give 1 or more.")
     head = ["corruption", "order", "batches", "evenness", "running surer by", "mixed"]
     head += ["right, running", "right, batch's"]
-    rows = [
-        row(domain, scenario, judged(args.data, scenario, domain, args.every))
-        for domain in args.domains
-        for scenario in ("normal", "label-shift")
-    ]
+    try:
+        rows = [
+            row(domain, scenario, judged(args.data, scenario, domain, args.every))
+            for domain in args.domains
+            for scenario in ("normal", "label-shift")
+        ]
+    except DataError as error:
+        parser.error(str(error))
     print(markdown(head, rows))
 
 

@@ -1,11 +1,12 @@
 """The guard: silent where nothing is wrong, and back in time where something is."""
 
 import dataclasses
+import sys
 import warnings
 
 import pytest
 import torch
-from benchmarks.mixed import judged
+from benchmarks import mixed
 
 import fata
 from fata import tiny
@@ -534,7 +535,7 @@ def test_batches_that_do_not_normalise_are_answered_by_the_running_statistics(
 
 
 @pytest.mark.parametrize(
-    ("witness", "other", "mixed"),
+    ("witness", "other", "expected"),
     [
         ((0, 0.6), 0.6, True),
         ((20, 0.6), 0.7, True),  # a shift: a class has a third of the answers, the others the rest
@@ -542,18 +543,31 @@ def test_batches_that_do_not_normalise_are_answered_by_the_running_statistics(
         ((0, 0.9), 0.5, False),  # of all classes, but too few to normalise with
     ],
 )
-def test_a_batch_of_many_classes(witness, other, mixed):
+def test_a_batch_of_many_classes(witness, other, expected):
     many, sure = witness
     _, (*_, found, _) = compare({}, surely(sure, many), surely(other, 0), 448, _of_the_batch)
-    assert bool(found) == mixed
+    assert bool(found) == expected
 
 
-@pytest.mark.parametrize(("scenario", "mixed"), [("normal", 1), ("label-shift", 0)])
-def test_real_batches_of_many_classes_and_of_one(scenario, mixed):
-    found = judged("embedded", scenario, "speckle_noise", every=5)
-    assert [one[2] for one in found] == [mixed] * len(found)
+@pytest.mark.parametrize(("scenario", "many"), [("normal", 1), ("label-shift", 0)])
+def test_real_batches_of_many_classes_and_of_one(scenario, many):
+    found = mixed.judged("embedded", scenario, "speckle_noise", every=5)
+    assert [one[2] for one in found] == [many] * len(found)
     right, other = (sum(one[at] for one in found) / len(found) for at in (4, 3))
-    assert (right > other) == mixed  # the batch's statistics are better where it is mixed
+    assert (right > other) == many  # the batch's statistics are better where it is mixed
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [(["--every", "0"], "give 1 or more"), (["--data", "nowhere"], "nowhere"),
+     (["--domains", "fogg"], "fogg")],
+)  # fmt: skip
+def test_the_command_refuses_wrong_input(wrong, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["mixed", *wrong])
+    with pytest.raises(SystemExit) as end:
+        mixed.main()
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_a_batch_whose_statistics_narrow_the_answers_is_not_answered_with_them():

@@ -17,6 +17,7 @@ CPU programs run as they are, in the model's own precision.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # programs that are kept, where batches are of many sizes
 PARTS = 16  # of a batch, that there are programs for
 ROOM = 2  # times the rows that a compiled program may have; one not compiled is 2.5 times as slow
+RARE = 64  # times that some number of rows goes through any compiled program that is large enough
 
 
 class Seen(NamedTuple):
@@ -268,13 +270,17 @@ class FastEngine(Engine):
         return Where(*(part.to(self.device, non_blocking=True) for part in parts))
 
     def _roomy(self, size: int, name: str) -> list[int]:
-        """Rows of compiled programs for this that would do: to compile takes a minute or more."""
+        """Rows of compiled programs for this that would do: to compile takes a minute or more.
+
+        Even the first calls of a program not compiled take as long as a hundred others.
+        """
+        at = (name, self._rows)
+        self._asked[at, size] += 1
+        most = size * ROOM if self._asked[at, size] > RARE else self._rows
         return [
             ran.rows
             for ran in self._programs.values()
-            if ran.of == (name, self._rows)
-            and size <= ran.rows <= min(ROOM * size, self._rows)
-            and ran.program.compiled
+            if ran.of == at and size <= ran.rows <= min(most, self._rows) and ran.program.compiled
         ]
 
     # -- programs: functions of tensors; one that moves the model gives its weights first ---------
@@ -409,7 +415,7 @@ class FastEngine(Engine):
         return [parameter.data_ptr() for parameter in self._weights]
 
     def _forget(self) -> None:
-        self._programs = {}
+        self._programs, self._asked = {}, Counter[object]()
         self._weights = list(self.model.parameters())
         self._places = self._where_weights_are()
         on_gpu = self.device.type == "cuda"

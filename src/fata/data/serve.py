@@ -168,8 +168,10 @@ def refuse(broken: Broken) -> None:
 
 
 def whole_rows(broken: Broken, rows: int) -> Tensor:
-    """Which rows of a batch have a picture."""
-    return torch.tensor([row not in broken for row in range(rows)])
+    """The rows of a batch that have a picture."""
+    if not broken:
+        return torch.arange(rows)
+    return torch.tensor([row for row in range(rows) if row not in broken], dtype=torch.int64)
 
 
 class _Pictures(TorchDataset[Sent]):

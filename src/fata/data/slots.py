@@ -30,6 +30,7 @@ class Slots:
         memory = mmap.mmap(-1, count * math.prod(shape))  # no file, so no limit of /dev/shm's
         self.pixels = torch.frombuffer(memory, dtype=torch.uint8).view(count, *shape)
         self._copied: list[torch.cuda.Event | None] = [None] * count
+        self._stream: torch.cuda.Stream | None = None
 
     def free(self) -> Iterator[int]:
         """Numbers of slots, in turn: a batch that was there has been copied by then."""
@@ -39,14 +40,24 @@ class Slots:
             yield number
 
     def copied(self, number: int, rows: int, device: torch.device) -> Tensor:
-        """The first rows of a slot, on the device; a GPU is not waited for."""
-        pixels = self.pixels[number, :rows].to(device, non_blocking=True, copy=True)
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                event.record()
-            self._copied[number] = event
-        return pixels
+        """The first rows of a slot, on the device; a GPU copies beside its other work."""
+        pixels = self.pixels[number, :rows]
+        if device.type != "cuda":
+            return pixels.to(device, copy=True)
+        with torch.cuda.stream(self._beside(device)):
+            copy = pixels.to(device, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._copied[number] = event
+        now = torch.cuda.current_stream(device)
+        now.wait_event(event)
+        copy.record_stream(now)
+        return copy
+
+    def _beside(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
 
     @contextmanager
     def pinned(self, device: torch.device) -> Iterator[None]:

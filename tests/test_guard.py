@@ -384,6 +384,55 @@ def test_where_a_stream_has_one_class_to_cling_to_another_is_harm():
     assert now > doubt
 
 
+@pytest.mark.parametrize(
+    ("agree", "harm"),
+    [(1.0, False), (0.7, False), (0.4, True)],  # the witness is sure of 60 %
+)
+def test_a_model_that_agrees_on_less_than_the_witness_is_sure_of_is_estranged(agree, harm):
+    witness, others = surely(0.6, 0), round((1 - agree) * 64)
+    adapted = torch.cat((witness[:others].roll(1, 1), witness[others:]))  # as even as it was
+    _, (*_, now, doubt, over_time, less, _, _) = compare({}, witness, adapted, 448)
+    assert now == pytest.approx(0.6 - (64 - others) / 64, abs=1e-5)
+    assert (now > doubt) == harm
+    assert (over_time > less) == harm
+
+
+@pytest.mark.parametrize(("net", "signs"), [("resnet_bn", ["estrangement"]), ("resnet_gn", [])])
+def test_estrangement_counts_with_batchnorm_alone(monkeypatch, net, signs):
+    """A shift leaves other sources surer than they are right."""
+    found = torch.tensor([0, *[0, 0.1] * 2, *[0.5, 0.1] * 2, 0, 1])
+    monkeypatch.setattr("fata.guard.compare", lambda *_: ({}, found))
+    adapter = fata.adapt(build(net), "tent", lr=1e-6)
+    for images in batches(3):
+        adapter(images)
+    assert [event.sign for event in adapter.guard.events] == signs
+
+
+def test_a_rate_far_too_high():
+    """With BatchNorm a model unlearns without narrowing."""
+    loaded = fata.zoo.load("mini_resnet_bn")
+    data = fata.data.open("embedded", fit=loaded)
+    stream = fata.stream(data, domains=["spatter"], images=14 * 64)
+    shown = [(loaded.preprocess.normalise(b.images), b.labels) for b in stream]
+
+    def right(spec, **fields):
+        adapter = fata.adapt(loaded.model, spec, **fields)
+        found = sum((adapter(images).argmax(1) == labels).sum().item() for images, labels in shown)
+        events = adapter.guard.events if adapter.guard else []
+        adapter.reset()
+        adapter.unwrap()
+        return found / len(stream.labels), [event.sign for event in events]
+
+    fields = loaded.settings("tent+fata", 64)
+    fields["lr"] *= 100
+    held, signs = right("tent+fata", **fields)
+    free, _ = right("tent+fata", guard=None, **fields)
+    still, _ = right("norm")
+    assert signs == ["estrangement"]
+    assert free < still - 0.2
+    assert held > still - 0.05
+
+
 def test_few_images_leave_much_in_doubt():
     few, many = (signs(answers(*([1, 2] * n)), answers(*([1, 1] * n)))[2] for n in (2, 32))
     assert few == pytest.approx(4 * many)

@@ -21,6 +21,12 @@ Where the source's answers are as even as the classes can be, S shows no gain, f
 for it, nor slow harm; and little is to be gained by a model that is not confused. There the source
 answers.
 
+BatchNorm, of whose harm S shows little, has a third sign. Source weights with the statistics of the
+batch are hardly surer than they are right: a model that agrees with them on fewer images than they
+are sure of has unlearned some. a is the share on which both agree, c0 how sure the source is:
+
+    A  =  c0 - a                    estrangement
+
 BatchNorm is watched twice: the adapted model by the source weights with the batch's statistics, and
 those by the source model with its own, for batches too small or too uniform to normalise with.
 While those do harm, every batch is judged, with the 64 latest answers: one of many classes, whose
@@ -114,7 +120,7 @@ class Guard:
 class Sign:
     """How far two models' answers are apart, in the way that means harm."""
 
-    name: str  # "narrowing" or "neglect"
+    name: str  # "narrowing", "neglect" or "estrangement"
     value: float
     doubt: float
     limit: float
@@ -347,9 +353,14 @@ class Watch:
         kind, limit = "narrowing", self.guard.narrowing
         if few:
             kind, limit = "neglect", self.guard.neglect
-        pairs = values[:2], values[2:]
-        both = [Sign(kind, value, doubt, limit, lacking, bool(mixed)) for value, doubt in pairs]
-        return max(both, key=lambda sign: sign.excess)
+        kinds = [(kind, limit)] * 2
+        if name == "adapted" and self._engine.coupled:
+            kinds += [("estrangement", 0.0)] * 2
+        found = [
+            Sign(kind, value, doubt, limit, lacking, bool(mixed))
+            for (kind, limit), value, doubt in zip(kinds, values[::2], values[1::2], strict=False)
+        ]
+        return max(found, key=lambda sign: sign.excess)
 
     def _take_back(self, sign: Sign) -> None:
         """To the state whose answers were the most spread; the source's S is 0."""
@@ -463,16 +474,17 @@ def compare(
     `majority` says whether it is one class, by the averages of the latest answers and those before.
 
     Returns:
-        the averages, and: whether the witness has a majority class; a sign at once and its doubt;
-        the sign over some `rows`, and its doubt; whether the latest answers are of many classes;
-        what the witness's lack to be even, a share of ln C. The sign is N where there is a
-        majority, else S.
+        the averages, and: whether the witness has a majority class; a sign at once and its doubt,
+        the sign over some `rows` and its doubt (N where there is a majority, else S); the same of
+        A; whether the latest answers are of many classes; what the witness's lack to be even, a
+        share of ln C.
     """
     classes = math.log(logits.shape[1])
     now = {
         "source": _shares(witness, group),
         "adapted": _shares(logits, group),
         "differ": group.mean((logits.argmax(1) != witness.argmax(1)).float()),
+        "sure": group.mean(_confidence(witness)),
         "surer": group.mean(_confidence(witness) - _confidence(logits)),
     }
     count = group.rows(len(logits))
@@ -511,7 +523,9 @@ def compare(
     most_even = math.log(min(logits.shape[1], max(BRIEF, count)))
     mixed = torch.special.entr(brief["brief.source"]).sum() > MIXED * most_even
     mixed &= (brief["brief.surer"] < MIXED_SURER) & (s[0] <= s[1])
-    return after, torch.stack((uniform.to(n), *signs, mixed.to(n), lacking))
+    a = [after[f"{window}.sure"] - (1 - after[f"{window}.differ"]) for window in ("brief", "many")]
+    apart = (a[0], at_once, a[1], doubt("many", rows))
+    return after, torch.stack((uniform.to(n), *signs, *apart, mixed.to(n), lacking))
 
 
 def _lacking(shares: Tensor, known: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import warnings
 from collections import Counter
 from itertools import pairwise
 from types import SimpleNamespace
@@ -330,13 +331,44 @@ def test_serving_draws_from_nobody(pictures, workers):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.fixture
+def cores(monkeypatch):
+    """Enough for threads in each worker; torch knows better."""
+    monkeypatch.setattr(serve, "_cores", lambda: 16)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")
+        yield
+
+
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize("workers", [2, None])
 @pytest.mark.parametrize("scenario", ["normal", "mixed", "bs1"])
-def test_workers_change_nothing(pictures, scenario):
+def test_workers_change_nothing(pictures, scenario, workers):
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), scenario)
-    for zero, two in zip(stream.serve(workers=0), stream.serve(workers=2), strict=True):
+    for zero, two in zip(stream.serve(workers=0), stream.serve(workers=workers), strict=True):
         assert torch.equal(zero.images, two.images)
         assert torch.equal(zero.labels, two.labels)
         assert (zero.domains, zero.reset) == (two.domains, two.reset)
+
+
+@pytest.mark.parametrize(
+    ("cores", "batch_size", "processes", "threads"),
+    [(1, 1, 1, 1), (2, 1, 2, 1), (16, 1, 4, 4), (64, 1, 4, 4), (6, 1, 4, 2), (16, 64, 2, 8)],
+)
+def test_a_few_processes_of_many_threads(
+    pictures, monkeypatch, cores, batch_size, processes, threads
+):
+    found = []
+
+    def loader(dataset, **options):
+        found.append((options["num_workers"], dataset.threads))
+        return []
+
+    monkeypatch.setattr(serve, "DataLoader", loader)
+    monkeypatch.setattr(serve, "_cores", lambda: cores)
+    stream = fata.stream(fata.data.open(f"folder:{pictures}"), batch_size=batch_size)
+    serve.live(stream, torch.device("cpu"), None)
+    assert found == [(processes, threads)]
 
 
 def test_mixed_corrupts_each_row_by_its_own_domain():
@@ -354,7 +386,7 @@ def test_mixed_corrupts_each_row_by_its_own_domain():
 def test_what_a_worker_is_given_survives_a_new_process(pictures):
     """Where processes do not start as copies, it travels pickled."""
     data = fata.data.open(f"folder:{pictures}")
-    reader = serve._Pictures([data.of(domain) for domain in data.domains], None)
+    reader = serve._Pictures([data.of(domain) for domain in data.domains], None, 4)
     task = None, [(0, 1), (1, 2)]
     here, there = (one[task][0] for one in (reader, pickle.loads(pickle.dumps(reader))))
     assert torch.equal(here, there)
@@ -489,7 +521,8 @@ def too_large(file):
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize("workers", [0, 2, None])
 @pytest.mark.parametrize("damage", [cut, emptied, text, dangling, too_large])
 def test_a_damaged_picture_is_named(pictures, damage, workers):
     file = pictures / "b" / "cat" / "1.png"
@@ -561,12 +594,14 @@ def test_a_consumer_that_stops_leaves_no_process(pictures):
     assert not multiprocessing.active_children()
 
 
-def test_an_error_leaves_no_process(pictures):
+@pytest.mark.usefixtures("cores")
+@pytest.mark.parametrize("workers", [2, None])
+def test_an_error_leaves_no_process(pictures, workers):
     """Even while the error is kept, and with it what it happened in."""
     cut(pictures / "b" / "dog" / "0.png")
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), batch_size=1)
     with pytest.raises(DataError) as error:
-        list(stream.serve(workers=2))
+        list(stream.serve(workers=workers))
     assert error.value is not None
     assert not multiprocessing.active_children()
 

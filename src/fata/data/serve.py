@@ -6,9 +6,11 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
@@ -29,6 +31,8 @@ Broken = dict[int, str]  # what is wrong with a row's picture
 Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole pictures, others
 Sent = tuple[Tensor, int | None, int, Broken]  # by a worker: pictures, or their slot; how many
 AHEAD = 2  # batches that each worker may be ahead of the model
+MOST = 16  # pictures that are decoded at a time, where nobody says how many,
+PROCESSES = 4  # in so many workers: a copy of a large process takes some 50 ms to begin
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,16 +112,20 @@ def read(
 ) -> Decoded:
     """Bytes of the whole pictures of `count` batches on the device; what is wrong with the others.
 
-    Worker processes begin at once, before the first batch is asked for.
+    Worker processes begin at once, before the first batch is asked for. Where nobody says how many,
+    they are few and have threads: decoders let others run meanwhile.
     """
-    if workers is None:
-        workers = min(16, _cores(), count)
+    threads = 1
     if not any(isinstance(source, Files) for source in sources):
         workers = 0
+    if workers is None:
+        cores = min(MOST, _cores())
+        workers = min(PROCESSES, cores, count)
+        threads = -(-cores // max(1, workers))
     first, batches = _peek(batches)
     slots = _slots(sources, first, workers, count)
     loader = DataLoader(
-        _Pictures(sources, slots.pixels if slots else None),
+        _Pictures(sources, slots.pixels if slots else None, threads),
         sampler=zip(slots.free() if slots else repeat(None), batches, strict=False),
         batch_size=None,
         num_workers=workers,
@@ -177,27 +185,39 @@ def whole_rows(broken: Broken, rows: int) -> Tensor:
 class _Pictures(TorchDataset[Sent]):
     """Pictures by source and number, a batch at a time; into a slot where they fit there."""
 
-    def __init__(self, sources: Sequence[Pictures], slots: Tensor | None) -> None:
-        self.sources, self.slots = sources, slots
+    def __init__(self, sources: Sequence[Pictures], slots: Tensor | None, threads: int) -> None:
+        self.sources, self.slots, self.threads = sources, slots, threads
 
     def __getitem__(self, task: tuple[int | None, list[Row]]) -> Sent:
         slot, rows = task
-        pictures: list[Tensor] = []
-        broken: Broken = {}
-        for row, (place, index) in enumerate(rows):
-            source = self.sources[place]
-            try:
-                pictures.append(source.read(index))
-            except Damaged as error:
-                broken[row] = str(error)
-            except Exception as error:  # Pillow's decoders raise anything for bad files
-                broken[row] = f"{source.name(index)} ({type(error).__name__}: {error})"
+        found = list(self._map(self._read, rows))
+        pictures = [one for one in found if isinstance(one, Tensor)]
+        broken = {row: one for row, one in enumerate(found) if isinstance(one, str)}
         if not pictures:
             return torch.empty(0), None, 0, broken
         if self.slots is None or slot is None or not _fit(pictures, self.slots[slot]):
             return torch.stack(pictures), None, len(pictures), broken
         torch.stack(pictures, out=self.slots[slot, : len(pictures)])
         return torch.empty(0), slot, len(pictures), broken
+
+    @cached_property
+    def _map(self) -> Callable[..., Iterator[Tensor | str]]:
+        """By threads; torch's own would be missing in a process that begins as a copy."""
+        if self.threads == 1:
+            return map
+        pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
+        return pool.map
+
+    def _read(self, row: Row) -> Tensor | str:
+        """A picture, or what is wrong with it."""
+        place, index = row
+        source = self.sources[place]
+        try:
+            return source.read(index)
+        except Damaged as error:
+            return str(error)
+        except Exception as error:  # Pillow's decoders raise anything for bad files
+            return f"{source.name(index)} ({type(error).__name__}: {error})"
 
 
 def _fit(pictures: list[Tensor], slot: Tensor) -> bool:

@@ -353,7 +353,7 @@ def test_workers_change_nothing(pictures, scenario, workers):
 
 @pytest.mark.parametrize(
     ("cores", "batch_size", "processes", "threads"),
-    [(1, 1, 1, 1), (2, 1, 2, 1), (16, 1, 4, 4), (64, 1, 4, 4), (6, 1, 4, 2), (16, 64, 2, 8)],
+    [(1, 1, 1, 1), (2, 1, 2, 1), (16, 1, 8, 2), (64, 1, 8, 2), (9, 1, 8, 2), (16, 64, 2, 8)],
 )
 def test_a_few_processes_of_many_threads(
     pictures, monkeypatch, cores, batch_size, processes, threads

@@ -32,7 +32,7 @@ Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole p
 Sent = tuple[Tensor, int | None, int, Broken]  # by a worker: pictures, or their slot; how many
 AHEAD = 2  # batches that each worker may be ahead of the model
 MOST = 16  # pictures that are decoded at a time, where nobody says how many,
-PROCESSES = 4  # in so many workers: a copy of a large process takes some 50 ms to begin
+PROCESSES = 8  # in so many workers: a copy of a large process takes some 50 ms to begin
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ Reads what lies in benchmarks/runs (`benchmarks.archive`) and prints the tables 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from statistics import mean
@@ -217,13 +218,10 @@ def held(*names: str) -> None:
     nothing is none.
     """
     free = {_cell(r): r for other in FREE for r in kept(other)}  # `fast` goes over `exact`
-    still: dict[tuple[str, ...], float] = {}
-    for cell, record in free.items():
-        if cell[1] in ("source", "norm"):
-            place = (cell[0], *cell[2:])
-            still[place] = max(still.get(place, 0), record.result["accuracy"])
+    still = _still(free)
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     worse: list[tuple[Any, ...]] = []
+    unlike: Counter[tuple[str, str]] = Counter()
     for record in (record for name in names for record in kept(name)):
         if record.protocol["guard"] is None:
             continue
@@ -231,6 +229,7 @@ def held(*names: str) -> None:
         own, without = record.result["accuracy"], free[cell] if record.result["guard"] else record
         alone = without.result["accuracy"]
         plain = still[(cell[0], *cell[2:])]
+        unlike[cell[-1], cell[0]] += _frost(record) != _frost(free[cell])
         for at in ((cell[-1], cell[0]), ("together", "")):
             found.setdefault(at, []).append((plain, alone, own))
         if own < plain - 1 or (alone >= plain - 1 and own < alone - 1):
@@ -249,14 +248,33 @@ def held(*names: str) -> None:
             f"{len(hurt)}: {before:+.2f}, {after:+.2f};",
             f"{sum(a < -1 for a in apart)}, {min(apart):+.2f}",
         )
+    for at, count in unlike.items():
+        if count:
+            print(*at, f"{count} of them met another frost than what they are held against")
     print("over a point below not adapting with it, or below without it where nothing was harmed:")
     for cell in sorted(worse):
         print(*cell)
 
 
+def _still(free: dict[tuple[str, ...], Record]) -> dict[tuple[str, ...], float]:
+    """The best of not adapting, by all of a cell but its method."""
+    found: dict[tuple[str, ...], float] = {}
+    for (model, method, *place), record in free.items():
+        if method in ("source", "norm"):
+            at = (model, *place)
+            found[at] = max(found.get(at, 0), record.result["accuracy"])
+    return found
+
+
 def _cell(record: Record) -> tuple[str, ...]:
     p = record.protocol
     return p["model"], p["method"], p["domains"][0], p["seed"], p["scenario"]["name"]
+
+
+def _frost(record: Record) -> str | None:
+    """Where it came from, if there was any."""
+    met = any(domain_name(domain) == "frost" for domain in record.protocol["domains"])
+    return record.protocol["data"].get("frost") if met else None
 
 
 def _rows(comparison: Comparison, method: str) -> str:

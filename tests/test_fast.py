@@ -72,9 +72,20 @@ def full_precision(monkeypatch):
     monkeypatch.setattr(fast, "_halves", lambda *_: ())
 
 
-def forget_but_stay_large(engine, forget=fast.FastEngine._forget):
+def forget_but_pad(engine, forget=fast.FastEngine._forget):
     forget(engine)
+    engine._pads = True
+
+
+def forget_but_stay_large(engine):
+    forget_but_pad(engine)
     engine._large = True
+
+
+@pytest.fixture(autouse=True)
+def padded(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_pad)
 
 
 def batches(device):
@@ -117,12 +128,43 @@ def test_some_rows_are_selected(net, spec, device, full_precision):
     assert counts["stepped"] > 0
 
 
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", ["eata+fata", "sar", "sar+fata", "deyo+fata"])
+def test_without_padding_it_is_the_same(net, spec, monkeypatch):
+    """As on a CPU, where nothing is recorded."""
+    fields = half_of_the_rows(net, spec)
+    padded = run(net, spec, "fast", "cpu", **fields)
+    assert padded[0]._engine._pads
+    monkeypatch.undo()
+    plain = run(net, spec, "fast", "cpu", **fields)
+    assert not plain[0]._engine._pads
+    same(padded, plain, "cpu")
+
+
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("net", NETS)
 def test_half_precision_answers_nearly_the_same(net, device):
     one, other = (run(net, "eata+fata", speed, device)[1] for speed in ("exact", "fast"))
     for a, b in zip(one, other, strict=True):
         torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", ["eata+fata", "sar+fata", "deyo+fata"])
+def test_half_precision_on_a_cpu_that_has_it(net, spec, monkeypatch):
+    """Any CPU can, if slowly; only where there is a unit for it, and something to multiply."""
+    exact = run(net, spec, "exact", "cpu")[1]
+    monkeypatch.setattr(fast, "has_matrix_unit", lambda: True)
+    small, answers = run(net, spec, "fast", "cpu")
+    assert not small._engine._halves
+    monkeypatch.setattr(fast, "WIDE", 0)
+    half, found = run(net, spec, "fast", "cpu")
+    assert half._engine._halves
+    assert all(parameter.dtype == torch.float32 for parameter in half.model.parameters())
+    for a, b, c in zip(exact, answers, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, c, rtol=0.05, atol=0.05)
+        assert not torch.equal(b, c)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -7,11 +7,13 @@
     whole      all of it (up: as far as the climb), where most rows are selected or where rows share
                BatchNorm's statistics
 
-Rows are padded to a few fixed numbers; padding weighs nothing, in BatchNorm's statistics neither.
-Between two programs one answer is waited for: which rows to gather.
+Rows are padded to a few fixed numbers, since another takes another recording; padding weighs
+nothing, in BatchNorm's statistics neither. Between two programs one answer is waited for: which
+rows to gather.
 
-Weights that do not adapt are held in bfloat16; what adapts, losses and sums stay in float32. On the
-CPU programs run as they are, in the model's own precision.
+Weights that do not adapt are held in bfloat16; what adapts, losses and sums stay in float32. On a
+CPU nothing is recorded or padded, and bfloat16 is there where it has a unit for its products
+(Intel's AMX).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import register_pytree_node, tree_flatten
 
@@ -37,7 +40,8 @@ from fata.selection import Selection
 from fata.tap import Answer, answering
 from fata.updates import ascend, either, sgd
 
-LARGE = 5_000_000  # parameters from which on a network is worth compiling
+LARGE = 5_000_000  # parameters from which on a network is worth compiling,
+WIDE = 100_000  # and from which on it gains from bfloat16 on a CPU
 MOST = 64  # programs that are kept, where batches are of many sizes
 PARTS = 16  # of a batch, that there are programs for
 ROOM = 2  # times the rows that a compiled program may have; one not compiled is 2.5 times as slow
@@ -144,7 +148,7 @@ class FastEngine(Engine):
         rows = len(images)
         where = self._where(torch.arange(rows), "look")
         padded = len(where.rows) > rows
-        real = [where.real] if self.coupled and rows < self._rows else []
+        real = [where.real] if self.coupled and self._pads and rows < self._rows else []
         given = images[where.rows] if padded else images
         logits: Tensor = self._run("look", self._look, given, real)
         return logits[:rows]
@@ -261,7 +265,7 @@ class FastEngine(Engine):
     def _where(self, index: Tensor, name: str) -> Where:
         """These rows, and as many copies of the first of them as a program needs to be full."""
         rows, size = len(index), len(index)
-        if rows <= self._rows:
+        if self._pads and rows <= self._rows:
             part = -(-self._rows // PARTS)
             size = min(self._rows, -(-rows // part) * part)
             size = min(self._roomy(size, name), default=size)
@@ -315,7 +319,7 @@ class FastEngine(Engine):
     ) -> Moved:
         at = terms.at(where.rows).among(where.real)
         sharp = self.method.ascent is not None
-        with self._statistics_of([where.real] if sharp else []):
+        with self._statistics_of([where.real] if sharp and self._pads else []):
             here = self._again_from(at.batch.images, [one.at(where.rows) for one in perturb])
             if sharp:  # the host selects again, among the rows it had
                 again = replace(at.batch, logits=here.logits.detach())
@@ -382,7 +386,7 @@ class FastEngine(Engine):
             after = self.theta.write if leaves else None
             rows = len(tensors[0])
             what = f"{name}, {rows} rows"
-            function = self._in_half(function)
+            function = self._in_half(function, learns=leaves)
             program = Program(function, spec, after, self._pools, what, self._large, self._kept)
             ran = Ran(program, rows, (name, self._rows))
         before = ran.program.compile_seconds
@@ -398,14 +402,17 @@ class FastEngine(Engine):
         self.state.count(**ran.passed)
         return outcome
 
-    def _in_half(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _in_half(self, function: Callable[..., Any], learns: bool) -> Callable[..., Any]:
         if not self._halves:
             return function
+        place = self.device.type
+        slow_back = place == "cpu" and learns  # torch's own attention, four times as slow as this
 
         def halved(*given: Any) -> Any:
             narrow = answering({norm: _narrow(norm) for norm in self._norms})
-            half = torch.autocast("cuda", torch.bfloat16, cache_enabled=False)  # it may be outlived
-            with _swapped(self._halves), narrow, half:
+            half = torch.autocast(place, torch.bfloat16, cache_enabled=False)  # it may be outlived
+            attention = sdpa_kernel(SDPBackend.MATH) if slow_back else nullcontext()
+            with _swapped(self._halves), narrow, half, attention:
                 return function(*given)
 
         return halved
@@ -418,12 +425,25 @@ class FastEngine(Engine):
         self._programs, self._asked = {}, Counter[object]()
         self._weights = list(self.model.parameters())
         self._places = self._where_weights_are()
-        on_gpu = self.device.type == "cuda"
+        self._pads = on_gpu = self.device.type == "cuda"
         self._pools, self._kept = Pools(), Kept()
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
         self._norms = [norm for _, norm in norm_layers(self.model)]
         halves = _halves(self.model, self.theta.parameters, self._large)
-        self._halves = list(halves) if on_gpu else []
+        self._halves = list(halves) if on_gpu or _pays_on_cpu(self.model, self.device) else []
+
+
+def has_matrix_unit() -> bool:
+    """Whether the CPU has one for bfloat16."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+def _pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
+    """Whether bfloat16 is faster there, for a network whose precision nobody chose."""
+    weights = list(model.parameters())
+    wide = sum(w.numel() for w in weights) >= WIDE
+    plain = all(w.dtype == torch.float32 for w in weights)
+    return device.type == "cpu" and wide and plain and has_matrix_unit()
 
 
 def _no_look(images: Tensor) -> NoReturn:

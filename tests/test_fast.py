@@ -167,6 +167,26 @@ def test_half_precision_on_a_cpu_that_has_it(net, spec, monkeypatch):
         assert not torch.equal(b, c)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"attn_mask": None, "dropout_p": 0.0, "is_causal": False},
+        {"is_causal": True},
+        {"scale": 0.5},
+        {"attn_mask": torch.eye(5, dtype=torch.bool)},
+    ],
+)
+def test_attention_as_products_is_attention(options):
+    draw = torch.Generator().manual_seed(2)
+    query, key, value = (torch.randn(2, 3, 5, 4, generator=draw) for _ in range(3))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    expected = attention(query, key, value, **options)
+    with fast.PlainAttention():
+        found = attention(query, key, value, **options)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_are_elsewhere_by_now_are_found(device):
     """As after `model.half()` or `.to(memory_format=...)` on the model inside an adapter."""

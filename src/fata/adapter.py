@@ -68,8 +68,8 @@ class Adapter(nn.Module):
             other settings; None or False: nobody does.
         seed: of the adapter's own draws; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16 and
-            recorded, compiled passes). None: `fast` for a float32 model on a GPU that has
-            bfloat16, else `exact`.
+            recorded, compiled passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
+            model on a GPU that has bfloat16, else `exact`.
         group: ranks of `torch.distributed` that share every batch, each with an adapter made
             alike; None: this process alone. See below.
 

@@ -27,8 +27,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from fata.augment import Perturb, channel_axis
@@ -386,7 +387,7 @@ class FastEngine(Engine):
             after = self.theta.write if leaves else None
             rows = len(tensors[0])
             what = f"{name}, {rows} rows"
-            function = self._in_half(function, learns=leaves)
+            function = self._in_half(function)
             program = Program(function, spec, after, self._pools, what, self._large, self._kept)
             ran = Ran(program, rows, (name, self._rows))
         before = ran.program.compile_seconds
@@ -402,17 +403,16 @@ class FastEngine(Engine):
         self.state.count(**ran.passed)
         return outcome
 
-    def _in_half(self, function: Callable[..., Any], learns: bool) -> Callable[..., Any]:
+    def _in_half(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._halves:
             return function
         place = self.device.type
-        slow_back = place == "cpu" and learns  # torch's own attention, four times as slow as this
+        attention = PlainAttention if place == "cpu" else nullcontext
 
         def halved(*given: Any) -> Any:
             narrow = answering({norm: _narrow(norm) for norm in self._norms})
             half = torch.autocast(place, torch.bfloat16, cache_enabled=False)  # it may be outlived
-            attention = sdpa_kernel(SDPBackend.MATH) if slow_back else nullcontext()
-            with _swapped(self._halves), narrow, half, attention:
+            with _swapped(self._halves), narrow, half, attention():
                 return function(*given)
 
         return halved
@@ -484,6 +484,26 @@ def _halves(
                     half = parameter.detach().bfloat16()
                     half = channels_last(half) if large else half
                     yield module, name, nn.Parameter(half, requires_grad=False)
+
+
+class PlainAttention(TorchFunctionMode):
+    """Attention as two products: in bfloat16 the way back of torch's own is slow on a CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function; one with a mask, dropout or a scale of its own is torch's."""
+        options = kwargs or {}
+        special = len(args) > 3 or any(isinstance(o, Tensor) or o for o in options.values())
+        if func is F.scaled_dot_product_attention and not special:
+            query, key, value = args
+            weights = (query * query.shape[-1] ** -0.5 @ key.mT).softmax(-1)
+            return weights @ value
+        return func(*args, **options)
 
 
 @contextmanager

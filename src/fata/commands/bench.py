@@ -82,9 +82,7 @@ def bench(
     ] = None,
     speed: Annotated[
         str | None,
-        typer.Option(
-            help="exact, or fast: bfloat16 and recorded passes on a GPU; by default exact."
-        ),
+        typer.Option(help="exact, or fast: bfloat16, on a GPU recorded passes; by default exact."),
     ] = None,
     guard: Annotated[
         bool | None, typer.Option("--guard", help="Let a guard watch for collapses.")

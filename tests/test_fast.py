@@ -174,6 +174,8 @@ def test_half_precision_on_a_cpu_that_has_it(net, spec, monkeypatch):
         {"attn_mask": None, "dropout_p": 0.0, "is_causal": False},
         {"is_causal": True},
         {"scale": 0.5},
+        {"scale": 0.0},
+        {"enable_gqa": True},
         {"attn_mask": torch.eye(5, dtype=torch.bool)},
     ],
 )
@@ -321,6 +323,19 @@ def test_no_program_has_more_rows_than_the_batch():
     engine._programs = {n: fast.Ran(compiled, n, ("look", 8)) for n in (6, 8, 16)}
     assert engine._roomy(5, "look") == [6, 8]
     assert engine._roomy(8, "look") == [8]
+    assert not len(engine._where(torch.empty(0, dtype=torch.int64), "look").rows)
+
+
+def test_rows_whose_own_program_was_recorded_go_through_no_larger_one():
+    """Than one that is as fast; others do, while they are rare."""
+    engine = fata.adapt(build("resnet_gn"), "deyo", speed="fast", guard=None)._engine
+    engine._rows = 16
+    for rows, compiled in ((3, False), (8, True)):
+        program = SimpleNamespace(compiled=compiled)
+        engine._programs[rows] = fast.Ran(program, rows, ("look", 16))
+    assert engine._roomy(2, "look") == [8]
+    assert engine._roomy(3, "look") == []
+    assert engine._roomy(4, "look") == [8]
 
 
 def test_a_copy_has_programs_of_its_own(monkeypatch):

@@ -408,6 +408,16 @@ def test_estrangement_counts_with_batchnorm_alone(monkeypatch, net, signs):
     assert [event.sign for event in adapter.guard.events] == signs
 
 
+def test_estrangement_accuses_and_hides_no_gain(monkeypatch):
+    found = torch.tensor([0, *[-0.06, 0.01] * 2, *[-0.02, 0.03] * 2, 0, 1])
+    monkeypatch.setattr("fata.guard.compare", lambda *_: ({}, found))
+    adapter = fata.adapt(build("resnet_bn"), "tent", lr=1e-6)
+    for images in batches(3):
+        adapter(images)
+    assert len(adapter.guard.states) == 2
+    assert not adapter.guard.events
+
+
 def test_a_rate_far_too_high():
     """With BatchNorm a model unlearns without narrowing."""
     loaded = fata.zoo.load("mini_resnet_bn")

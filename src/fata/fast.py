@@ -266,7 +266,7 @@ class FastEngine(Engine):
     def _where(self, index: Tensor, name: str) -> Where:
         """These rows, and as many copies of the first of them as a program needs to be full."""
         rows, size = len(index), len(index)
-        if self._pads and rows <= self._rows:
+        if self._pads and 0 < rows <= self._rows:
             part = -(-self._rows // PARTS)
             size = min(self._rows, -(-rows // part) * part)
             size = min(self._roomy(size, name), default=size)
@@ -281,12 +281,10 @@ class FastEngine(Engine):
         """
         at = (name, self._rows)
         self._asked[at, size] += 1
-        most = size * ROOM if self._asked[at, size] > RARE else self._rows
-        return [
-            ran.rows
-            for ran in self._programs.values()
-            if ran.of == at and size <= ran.rows <= min(most, self._rows) and ran.program.compiled
-        ]
+        alike = [ran for ran in self._programs.values() if ran.of == at]
+        rare = self._asked[at, size] <= RARE and all(ran.rows != size for ran in alike)
+        most = self._rows if rare else min(size * ROOM, self._rows)
+        return [ran.rows for ran in alike if size <= ran.rows <= most and ran.program.compiled]
 
     # -- programs: functions of tensors; one that moves the model gives its weights first ---------
 
@@ -435,7 +433,7 @@ class FastEngine(Engine):
 
 def has_matrix_unit() -> bool:
     """Whether the CPU has one for bfloat16."""
-    return torch.cpu._is_amx_tile_supported()
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # older torch cannot tell
 
 
 def _pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
@@ -496,13 +494,14 @@ class PlainAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function; one with a mask, dropout or a scale of its own is torch's."""
+        """Call a function; attention that is masked, or whose way back nobody goes, is torch's."""
         options = kwargs or {}
-        special = len(args) > 3 or any(isinstance(o, Tensor) or o for o in options.values())
-        if func is F.scaled_dot_product_attention and not special:
-            query, key, value = args
-            weights = (query * query.shape[-1] ** -0.5 @ key.mT).softmax(-1)
-            return weights @ value
+        if func is F.scaled_dot_product_attention and len(args) == 3 and torch.is_grad_enabled():
+            scale, special = options.get("scale"), {**options, "scale": None}.values()
+            if not (args[0].is_nested or any(isinstance(o, Tensor) or o for o in special)):
+                query, key, value = args
+                scale = query.shape[-1] ** -0.5 if scale is None else scale
+                return (query * scale @ key.mT).softmax(-1) @ value
         return func(*args, **options)
 
 

@@ -340,7 +340,10 @@ class Watch:
             return engine.predict(images, running)
 
     def _compare(self, name: str, witness: Tensor, logits: Tensor) -> Sign:
-        """The worse of the sign at once and the sign over time."""
+        """The worse of the sign at once and the sign over time; A, where it is harm and worse.
+
+        It proves no gain: healthy models agree with their source more or less.
+        """
         state = self._engine.state
         before = {n.removeprefix(f"{name}."): t for n, t in state.guard.items()}
         majority = _of_the_batch if name == "statistics" else _over_half
@@ -353,14 +356,15 @@ class Watch:
         kind, limit = "narrowing", self.guard.narrowing
         if few:
             kind, limit = "neglect", self.guard.neglect
-        kinds = [(kind, limit)] * 2
-        if name == "adapted" and self._engine.coupled:
-            kinds += [("estrangement", 0.0)] * 2
+        kinds = [(kind, limit)] * 2 + [("estrangement", 0.0)] * 2
         found = [
             Sign(kind, value, doubt, limit, lacking, bool(mixed))
-            for (kind, limit), value, doubt in zip(kinds, values[::2], values[1::2], strict=False)
+            for (kind, limit), value, doubt in zip(kinds, values[::2], values[1::2], strict=True)
         ]
-        return max(found, key=lambda sign: sign.excess)
+        sign, apart = (max(two, key=lambda one: one.excess) for two in (found[:2], found[2:]))
+        if name == "adapted" and self._engine.coupled and apart.excess > max(0, sign.excess):
+            return apart
+        return sign
 
     def _take_back(self, sign: Sign) -> None:
         """To the state whose answers were the most spread; the source's S is 0."""

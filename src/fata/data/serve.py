@@ -31,7 +31,7 @@ Broken = dict[int, str]  # what is wrong with a row's picture
 Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole pictures, others
 Sent = tuple[Tensor, int | None, int, Broken]  # by a worker: pictures, or their slot; how many
 AHEAD = 2  # batches that each worker may be ahead of the model
-MOST = 16  # pictures that are decoded at a time, where nobody says how many,
+MOST = 16  # pictures or so that are decoded at a time, where nobody says how many,
 PROCESSES = 8  # in so many workers: a copy of a large process takes some 50 ms to begin
 
 

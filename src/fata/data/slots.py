@@ -11,6 +11,7 @@ import mmap
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from itertools import cycle
 from typing import Any
 
@@ -30,7 +31,6 @@ class Slots:
         memory = mmap.mmap(-1, count * math.prod(shape))  # no file, so no limit of /dev/shm's
         self.pixels = torch.frombuffer(memory, dtype=torch.uint8).view(count, *shape)
         self._copied: list[torch.cuda.Event | None] = [None] * count
-        self._stream: torch.cuda.Stream | None = None
 
     def free(self) -> Iterator[int]:
         """Numbers of slots, in turn: a batch that was there has been copied by then."""
@@ -44,20 +44,13 @@ class Slots:
         pixels = self.pixels[number, :rows]
         if device.type != "cuda":
             return pixels.to(device, copy=True)
-        with torch.cuda.stream(self._beside(device)):
+        beside, now = _beside(device), torch.cuda.current_stream(device)
+        with torch.cuda.stream(beside):
             copy = pixels.to(device, non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-        self._copied[number] = event
-        now = torch.cuda.current_stream(device)
-        now.wait_event(event)
+        now.wait_stream(beside)
         copy.record_stream(now)
+        self._copied[number] = now.record_event()  # so the process is but some slots ahead of it
         return copy
-
-    def _beside(self, device: torch.device) -> torch.cuda.Stream:
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        return self._stream
 
     @contextmanager
     def pinned(self, device: torch.device) -> Iterator[None]:
@@ -82,6 +75,12 @@ class Slots:
                 torch.zeros((), device=device)  # else the next kernel would report this error
             return False
         return True
+
+
+@cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream of the device for copies."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _runtime() -> Any:

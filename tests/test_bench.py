@@ -449,6 +449,18 @@ def test_the_command_runs_shows_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("domain", "folder", "said"),
+    [("frost", None, True), ("frost", "pictures", False), ("fog", None, False)],
+)
+def test_frost_that_is_grown_is_told(tmp_path, monkeypatch, domain, folder, said):
+    """Figures with it are others than those with pictures."""
+    monkeypatch.setattr("fata.corruptions.weather._frost_folder", lambda: folder)
+    arguments = ("--model", "mini_resnet_bn", "--methods", "source", "--domains", domain)
+    output = bench(*arguments, "--images", 8, "--store", tmp_path / "r.db", "--dry-run").output
+    assert ("frost is grown" in output) == said
+
+
+@pytest.mark.parametrize(
     ("arguments", "why"),
     [
         ((), "give --model"),

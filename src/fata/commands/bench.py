@@ -184,11 +184,18 @@ def bench(
 def announce(
     cells: Sequence[Cell], tasks: Sequence[Task], store: Store, workshop: Workshop, remedy: str
 ) -> None:
-    """How many cells there are to run; where EATA lacks clean images, what would give some."""
+    """How many cells there are to run, and what they lack."""
     cells_made = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
     say(f"{cells_made}, {len(cells) - len(tasks)} of them in {store.path}")
     if any(workshop.lacks_fisher(task.cell) for task in tasks):
         say(f"EATA has no clean images for its Fisher penalty and runs without it{remedy}")
+    if any(_grows_frost(task) for task in tasks):
+        say("frost is grown: to compare with other figures, pip install imagecorruptions-imaug")
+
+
+def _grows_frost(task: Task) -> bool:
+    met = any(name.startswith("frost") for name in task.protocol["domains"])
+    return met and task.protocol["data"].get("frost") == "procedural"
 
 
 def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) -> None:

@@ -44,7 +44,8 @@ class Slots:
         pixels = self.pixels[number, :rows]
         if device.type != "cuda":
             return pixels.to(device, copy=True)
-        beside, now = _beside(device), torch.cuda.current_stream(device)
+        place = torch.cuda.current_device() if device.index is None else device.index
+        beside, now = _beside(place), torch.cuda.current_stream(place)
         with torch.cuda.stream(beside):
             copy = pixels.to(device, non_blocking=True)
         now.wait_stream(beside)
@@ -78,9 +79,9 @@ class Slots:
 
 
 @cache
-def _beside(device: torch.device) -> torch.cuda.Stream:
-    """A stream of the device for copies."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _beside(place: int) -> torch.cuda.Stream:
+    """A stream of a GPU for copies."""
+    return torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
 
 
 def _runtime() -> Any:

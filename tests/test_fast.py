@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import fata
-from fata import decompositions, fast, program, tiny
+from fata import decompositions, fast, half, program, tiny
 from fata.adapter import default_speed
 from fata.bench.measure import Clock
 from fata.losses import entropy
@@ -69,7 +69,7 @@ def quiet():
 @pytest.fixture
 def full_precision(monkeypatch):
     """Programs as they are recorded, but not in bfloat16, in which a row may miss a threshold."""
-    monkeypatch.setattr(fast, "_halves", lambda *_: ())
+    monkeypatch.setattr(fast, "halves", lambda *_: ())
 
 
 def forget_but_pad(engine, forget=fast.FastEngine._forget):
@@ -154,13 +154,13 @@ def test_half_precision_answers_nearly_the_same(net, device):
 def test_half_precision_on_a_cpu_that_has_it(net, spec, monkeypatch):
     """Any CPU can, if slowly; only where there is a unit for it, and something to multiply."""
     exact = run(net, spec, "exact", "cpu")[1]
-    monkeypatch.setattr(fast, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
     small, answers = run(net, spec, "fast", "cpu")
     assert not small._engine._halves
-    monkeypatch.setattr(fast, "WIDE", 0)
-    half, found = run(net, spec, "fast", "cpu")
-    assert half._engine._halves
-    assert all(parameter.dtype == torch.float32 for parameter in half.model.parameters())
+    monkeypatch.setattr(half, "WIDE", 0)
+    halved, found = run(net, spec, "fast", "cpu")
+    assert halved._engine._halves
+    assert all(parameter.dtype == torch.float32 for parameter in halved.model.parameters())
     for a, b, c in zip(exact, answers, found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(a, c, rtol=0.05, atol=0.05)
@@ -184,7 +184,7 @@ def test_attention_as_products_is_attention(options):
     query, key, value = (torch.randn(2, 3, 5, 4, generator=draw) for _ in range(3))
     attention = torch.nn.functional.scaled_dot_product_attention
     expected = attention(query, key, value, **options)
-    with fast.PlainAttention():
+    with half.PlainAttention():
         found = attention(query, key, value, **options)
     torch.testing.assert_close(found, expected)
 

@@ -20,29 +20,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, NotFiniteError, Pass, Terms
+from fata.half import halves, in_half, pays_on_cpu
 from fata.method import BLIND, Batch, Memory, OwnStep
 from fata.norms import norm_layers
-from fata.program import Kept, Pools, Program, channels_last
+from fata.program import Kept, Pools, Program
 from fata.selection import Selection
-from fata.tap import Answer, answering
 from fata.updates import ascend, either, sgd
 
-LARGE = 5_000_000  # parameters from which on a network is worth compiling,
-WIDE = 100_000  # and from which on it gains from bfloat16 on a CPU
+LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # programs that are kept, where batches are of many sizes
 PARTS = 16  # of a batch, that there are programs for
 ROOM = 2  # times the rows that a compiled program may have; one not compiled is 2.5 times as slow
@@ -404,13 +400,9 @@ class FastEngine(Engine):
     def _in_half(self, function: Callable[..., Any]) -> Callable[..., Any]:
         if not self._halves:
             return function
-        place = self.device.type
-        attention = PlainAttention if place == "cpu" else nullcontext
 
         def halved(*given: Any) -> Any:
-            narrow = answering({norm: _narrow(norm) for norm in self._norms})
-            half = torch.autocast(place, torch.bfloat16, cache_enabled=False)  # it may be outlived
-            with _swapped(self._halves), narrow, half, attention():
+            with in_half(self._halves, self._norms, self.device):
                 return function(*given)
 
         return halved
@@ -427,21 +419,9 @@ class FastEngine(Engine):
         self._pools, self._kept = Pools(), Kept()
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
         self._norms = [norm for _, norm in norm_layers(self.model)]
-        halves = _halves(self.model, self.theta.parameters, self._large)
-        self._halves = list(halves) if on_gpu or _pays_on_cpu(self.model, self.device) else []
-
-
-def has_matrix_unit() -> bool:
-    """Whether the CPU has one for bfloat16."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # older torch cannot tell
-
-
-def _pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
-    """Whether bfloat16 is faster there, for a network whose precision nobody chose."""
-    weights = list(model.parameters())
-    wide = sum(w.numel() for w in weights) >= WIDE
-    plain = all(w.dtype == torch.float32 for w in weights)
-    return device.type == "cpu" and wide and plain and has_matrix_unit()
+        pays = on_gpu or pays_on_cpu(self.model, self.device)
+        moving = self.theta.parameters
+        self._halves = list(halves(self.model, moving, self._large)) if pays else []
 
 
 def _no_look(images: Tensor) -> NoReturn:
@@ -457,65 +437,6 @@ def _told(first: Pass, terms: Terms) -> Told:
     perturb = [first.perturb] if first.perturb else []
     batch, pixels = terms.batch, terms.batch.images.isfinite().all()
     return Told(batch.logits, batch.finite, pixels, terms.host, terms.plus, perturb)
-
-
-def _narrow(norm: nn.Module) -> Answer:
-    """Normalise in full precision, answer in the input's."""
-    forward = norm.forward
-
-    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output = forward(x, *args, **kwargs)
-        return output.to(x.dtype) if isinstance(output, Tensor) else output
-
-    return answer
-
-
-def _halves(
-    model: nn.Module, adapted: Sequence[Tensor], large: bool
-) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Copies in bfloat16 of what convolutions and linear layers multiply by and does not adapt."""
-    moving = {id(parameter) for parameter in adapted}
-    for module in model.modules():
-        if isinstance(module, nn.Linear | _ConvNd):
-            for name, parameter in module.named_parameters(recurse=False):
-                if id(parameter) not in moving:
-                    half = parameter.detach().bfloat16()
-                    half = channels_last(half) if large else half
-                    yield module, name, nn.Parameter(half, requires_grad=False)
-
-
-class PlainAttention(TorchFunctionMode):
-    """Attention as two products: in bfloat16 the way back of torch's own is slow on a CPU."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call a function; attention that is masked, or whose way back nobody goes, is torch's."""
-        options = kwargs or {}
-        if func is F.scaled_dot_product_attention and len(args) == 3 and torch.is_grad_enabled():
-            scale, special = options.get("scale"), {**options, "scale": None}.values()
-            if not (args[0].is_nested or any(isinstance(o, Tensor) or o for o in special)):
-                query, key, value = args
-                scale = query.shape[-1] ** -0.5 if scale is None else scale
-                return (query * scale @ key.mT).softmax(-1) @ value
-        return func(*args, **options)
-
-
-@contextmanager
-def _swapped(halves: Sequence[tuple[nn.Module, str, nn.Parameter]]) -> Iterator[None]:
-    """The model with these parameters inside the context."""
-    before = [(module, name, module._parameters[name]) for module, name, _ in halves]
-    try:
-        for module, name, half in halves:
-            module._parameters[name] = half
-        yield
-    finally:
-        for module, name, parameter in before:
-            module._parameters[name] = parameter
 
 
 register_pytree_node(

@@ -1,0 +1,106 @@
+"""bfloat16: what of a model is held in it, and where that pays.
+
+Convolutions and linear layers multiply by weights that do not adapt: those are halved, once. What
+adapts stays as it is, and norms are computed in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from fata.program import channels_last
+from fata.tap import Answer, answering
+
+WIDE = 100_000  # parameters from which on a network gains from it on a CPU
+
+Half = tuple[nn.Module, str, nn.Parameter]  # a layer, which of its parameters, and that in bfloat16
+
+
+def has_matrix_unit() -> bool:
+    """Whether the CPU has one for bfloat16."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # older torch cannot tell
+
+
+def pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
+    """Whether it is faster there, for a network whose precision nobody chose."""
+    weights = list(model.parameters())
+    wide = sum(w.numel() for w in weights) >= WIDE
+    plain = all(w.dtype == torch.float32 for w in weights)
+    return device.type == "cpu" and wide and plain and has_matrix_unit()
+
+
+def halves(model: nn.Module, adapted: Sequence[Tensor], large: bool) -> Iterator[Half]:
+    """Copies in bfloat16 of what convolutions and linear layers multiply by and does not adapt."""
+    moving = {id(parameter) for parameter in adapted}
+    for module in model.modules():
+        if isinstance(module, nn.Linear | _ConvNd):
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in moving:
+                    half = parameter.detach().bfloat16()
+                    half = channels_last(half) if large else half
+                    yield module, name, nn.Parameter(half, requires_grad=False)
+
+
+@contextmanager
+def in_half(
+    weights: Sequence[Half], norms: Sequence[nn.Module], device: torch.device
+) -> Iterator[None]:
+    """A model computes in bfloat16 inside the context."""
+    narrow = answering({norm: _narrow(norm) for norm in norms})
+    half = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # it may be outlived
+    attention = PlainAttention() if device.type == "cpu" else nullcontext()
+    with _swapped(weights), narrow, half, attention:
+        yield
+
+
+def _narrow(norm: nn.Module) -> Answer:
+    """Normalise in full precision, answer in the input's."""
+    forward = norm.forward
+
+    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(x, *args, **kwargs)
+        return output.to(x.dtype) if isinstance(output, Tensor) else output
+
+    return answer
+
+
+class PlainAttention(TorchFunctionMode):
+    """Attention as two products: in bfloat16 the way back of torch's own is slow on a CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function; attention that is masked, or whose way back nobody goes, is torch's."""
+        options = kwargs or {}
+        if func is F.scaled_dot_product_attention and len(args) == 3 and torch.is_grad_enabled():
+            scale, special = options.get("scale"), {**options, "scale": None}.values()
+            if not (args[0].is_nested or any(isinstance(o, Tensor) or o for o in special)):
+                query, key, value = args
+                scale = query.shape[-1] ** -0.5 if scale is None else scale
+                return (query * scale @ key.mT).softmax(-1) @ value
+        return func(*args, **options)
+
+
+@contextmanager
+def _swapped(weights: Sequence[Half]) -> Iterator[None]:
+    """The model with these parameters inside the context."""
+    before = [(module, name, module._parameters[name]) for module, name, _ in weights]
+    try:
+        for module, name, half in weights:
+            module._parameters[name] = half
+        yield
+    finally:
+        for module, name, parameter in before:
+            module._parameters[name] = parameter

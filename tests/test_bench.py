@@ -449,15 +449,17 @@ def test_the_command_runs_shows_and_resumes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("domain", "folder", "said"),
-    [("frost", None, True), ("frost", "pictures", False), ("fog", None, False)],
+    ("domain", "pictures", "said"),
+    [("frost", False, True), ("frost", True, False), ("fog", False, False)],
 )
-def test_frost_that_is_grown_is_told(tmp_path, monkeypatch, domain, folder, said):
+def test_frost_that_is_grown_is_told(tmp_path, monkeypatch, domain, pictures, said):
     """Figures with it are others than those with pictures."""
-    monkeypatch.setattr("fata.corruptions.weather._frost_folder", lambda: folder)
+    if not pictures:
+        monkeypatch.setattr("fata.corruptions.weather._frost_folder", lambda: None)
     arguments = ("--model", "mini_resnet_bn", "--methods", "source", "--domains", domain)
-    output = bench(*arguments, "--images", 8, "--store", tmp_path / "r.db", "--dry-run").output
-    assert ("frost is grown" in output) == said
+    result = bench(*arguments, "--images", 8, "--store", tmp_path / "r.db", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert ("frost is grown" in result.output) == said
 
 
 @pytest.mark.parametrize(

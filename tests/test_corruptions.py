@@ -126,7 +126,8 @@ def test_frost_changes_images_as_the_reference_does(monkeypatch, side):
     """Each picture as often: which one is laid over an image decides most."""
     photographs = np.concatenate([pictures(side)] * 4)
     images = tensor(photographs)
-    laid, randint = weather.frost_pictures(side, side, "cpu"), np.random.randint
+    folder, randint = weather._frost_folder(), np.random.randint
+    laid = weather.frost_pictures(folder, side, side, "cpu")
     for severity in range(1, 6):
         ours, theirs = [], []
         for k, picture in enumerate(laid):
@@ -222,12 +223,10 @@ def test_the_released_files_jpeg_round_trip(photographs):
 @contextmanager
 def without_the_package():
     """As if the pictures of frost were not installed."""
-    cached = (weather._frost_folder, weather.frost_pictures)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weather, "find_spec", lambda name: None)
-        [function.cache_clear() for function in cached]
+        patch.setattr(weather, "_frost_folder", weather._frost_folder.__wrapped__)
         yield
-    [function.cache_clear() for function in cached]
 
 
 def test_frost_says_where_its_pictures_are_from():

@@ -67,7 +67,7 @@ def frost(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor:
     """Ice on the lens: a piece of a picture of frost laid over the image."""
     kept, laid = constants
     height, width = x.shape[-2:]
-    pictures = frost_pictures(height, width, str(x.device))
+    pictures = frost_pictures(_frost_folder(), height, width, str(x.device))
     which = draws.integer(0, len(pictures)).tolist()
     places = draws.uniform(0, 1, 2).tolist()
     pieces = []
@@ -94,12 +94,13 @@ def _frost_folder() -> Path | None:
 
 
 @cache
-def frost_pictures(height: int, width: int, device: str) -> list[Tensor]:
+def frost_pictures(folder: Path | None, height: int, width: int, device: str) -> list[Tensor]:
     """Pictures of frost, (3, H, W) in [0, 1], a little larger than the images.
 
-    The published sets shrink them to 0.2 for 32 pixels and to 0.3 for 64, and use five of the six.
+    Without a folder they are grown. The published sets shrink them to 0.2 for 32 pixels and to 0.3
+    for 64, and use five of the six.
     """
-    folder, side = _frost_folder(), max(height, width)
+    side = max(height, width)
     scale = 0.2 if side <= 45 else 0.3 if side <= 120 else 1.0
     if folder is None:
         pictures = list(_grown_frost(512))

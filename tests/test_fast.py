@@ -141,6 +141,16 @@ def test_without_padding_it_is_the_same(net, spec, monkeypatch):
     same(padded, plain, "cpu")
 
 
+@pytest.mark.parametrize("net", NETS)
+def test_a_cpu_sees_and_learns_in_one_pass_where_most_rows_are_selected(net, monkeypatch):
+    monkeypatch.undo()
+    every = {"threshold": 1.0, "plpd_threshold": -1.0, "fata_threshold": 1.0}
+    exact, quick = (run(net, "deyo+fata", speed, "cpu", **every)[0] for speed in ("exact", "fast"))
+    assert quick.counts == exact.counts
+    first = SIZES[0] if net != "resnet_bn" else 0  # the share is not known yet
+    assert quick.counts["rows_forward"] == 2 * quick.counts["seen"] + first  # and what it looks at
+
+
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("net", NETS)
 def test_half_precision_answers_nearly_the_same(net, device):
@@ -153,6 +163,7 @@ def test_half_precision_answers_nearly_the_same(net, device):
 @pytest.mark.parametrize("spec", ["eata+fata", "sar+fata", "deyo+fata"])
 def test_half_precision_on_a_cpu_that_has_it(net, spec, monkeypatch):
     """Any CPU can, if slowly; only where there is a unit for it, and something to multiply."""
+    monkeypatch.undo()
     exact = run(net, spec, "exact", "cpu")[1]
     monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
     small, answers = run(net, spec, "fast", "cpu")

@@ -12,8 +12,8 @@ nothing, in BatchNorm's statistics neither. Between two programs one answer is w
 rows to gather.
 
 Weights that do not adapt are held in bfloat16; what adapts, losses and sums stay in float32. On a
-CPU nothing is recorded or padded, and bfloat16 is there where it has a unit for its products
-(Intel's AMX).
+CPU nothing is recorded or padded, so that a method may look in the midst of a pass over all rows,
+and bfloat16 is there where it has a unit for its products (Intel's AMX).
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class FastEngine(Engine):
     @property
     def checks_pixels(self) -> bool:
         """Where rows are independent: what comes of them can be undone when that is known."""
-        by_programs = not isinstance(self.method, OwnStep) and not self._looks_and_climbs
+        by_programs = not isinstance(self.method, OwnStep) and not self._looks_within
         learns = bool(self.theta.names) and not self.state.watched.resting
         return by_programs and learns and not self.coupled
 
@@ -151,10 +151,11 @@ class FastEngine(Engine):
         return logits[:rows]
 
     def _step(self, images: Tensor) -> Tensor:
-        if self._looks_and_climbs:
-            return super()._step(images)  # it would have to look from within a program
         if self._places != self._where_weights_are():
             self._forget()
+        if self._looks_within:
+            step = super()._step
+            return step(images) if self._pads else self._in_half(step)(images)
         self._rows = len(images)
         try:
             return self._by_programs(images)
@@ -162,8 +163,9 @@ class FastEngine(Engine):
             self._rows = 0
 
     @property
-    def _looks_and_climbs(self) -> bool:
-        return self.method.looks and self.method.ascent is not None
+    def _looks_within(self) -> bool:
+        """Whether it looks in the midst of a pass, which a program cannot."""
+        return self.method.looks and (self.method.ascent is not None or not self._pads)
 
     def _by_programs(self, images: Tensor) -> Tensor:
         state, sharp = self.state, self.method.ascent is not None

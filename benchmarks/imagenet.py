@@ -3,7 +3,8 @@
     python -m benchmarks.imagenet --assets DIR --device cuda --jobs 6
 
 DIR holds the weights, the pictures (tar files) and the `load.py` that the reference figures were
-made with; the rates are those of the reference, and no method has a Fisher penalty.
+made with; the rates are those of the reference, and no method has a Fisher penalty. `--nudge 1e-6`
+shows how much a change of that size decides where a network is on the edge of a collapse.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Assets(Workshop):
     """A workshop that also knows the networks of a folder."""
 
     folder: str = ""
+    nudge: float = 0  # relative change of the weights
 
     def model(self, name: str) -> Loaded:
         """A network of the folder, or any other."""
@@ -49,6 +51,8 @@ class Assets(Workshop):
             spec.loader.exec_module(load)
             statistics = getattr(load, STATISTICS[name])
             network = getattr(load, name)().to(self.device)
+            for weights in network.parameters():
+                weights.data *= 1 + self.nudge
             loaded = Loaded(
                 name,
                 network,
@@ -83,14 +87,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
     parser.add_argument("--domains", nargs="+", help="the 15, if not given")
+    parser.add_argument("--methods", nargs="+", help="as deyo+fata; all, if not given")
     parser.add_argument("--rates", type=int, default=2, help="how many of the reference's rates")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--speed", default="exact")
     parser.add_argument("--guard", action="store_true")
+    parser.add_argument("--nudge", type=float, default=0, help="relative change of the weights")
     parser.add_argument("--store", type=Path, default=Path("imagenet.db"))
     args = parser.parse_args()
-    store, workshop = Store(args.store), Assets(args.device, folder=args.assets)
+    store, workshop = Store(args.store), Assets(args.device, folder=args.assets, nudge=args.nudge)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "imagenet-pictures"
         for file in sorted(Path(args.assets).glob("*.tar")):
@@ -98,10 +104,15 @@ def main() -> None:
                 tar.extractall(place, filter="data")
         tasks = []
         for model in args.models:
+            named = [
+                method
+                for method in methods(RATES[model][: args.rates])
+                if args.methods is None or method.partition(":")[0] in args.methods
+            ]
             grid = Grid(
                 models=(model,),
                 data=(f"folder:{place}",),
-                methods=methods(RATES[model][: args.rates]),
+                methods=tuple(named),
                 domains=tuple(args.domains) if args.domains else None,
                 images=args.images,
                 speed=args.speed,

@@ -817,6 +817,50 @@ def test_an_image_that_overflows_does_not_blind_it():
     assert few
 
 
+@pytest.mark.parametrize("theirs", [[0] * 50, [n % 10 for n in range(50)]])
+def test_an_answer_that_is_no_number_is_no_answer(theirs):
+    """Not one of the first class, which `argmax` makes of it."""
+    own = answers(*theirs)
+    majority, now, doubt = signs(own, torch.full_like(own, torch.nan))
+    assert majority == (theirs[1] == 0)
+    assert now > doubt > 0
+
+
+@pytest.mark.parametrize("first", [0.0, 1000.0])
+def test_a_model_that_answers_no_numbers_is_put_aside(first):
+    """Also in a stream of the first class."""
+    model = build("resnet_gn")
+    with torch.no_grad():
+        model.fc.bias[0] += first
+    adapter = fata.adapt(model, "tent", guard=fata.Guard(every=1))
+    one, two = batches(2)
+    adapter(one)
+    state = adapter._engine.state
+    state.theta = torch.full_like(state.theta, 1e30)
+    adapter._engine.theta.write(state.theta)
+    assert adapter(two).isfinite().all()
+    assert adapter.guard.events[0].action == "aside"
+
+
+def test_at_rest_the_statistics_are_watched(monkeypatch, caplog):
+    """A batch that is too uniform for BatchNorm is one for a model that learns no more, too."""
+    adapter = fata.adapt(build("resnet_bn"), "tent", guard=ALWAYS, lr=0.01)
+    found = {"statistics": OPEN, "adapted": HARM}
+    monkeypatch.setattr(type(adapter.guard), "_compare", lambda self, name, *_: found[name])
+    images = batches(8)
+    for batch in images[:4]:
+        adapter(batch)
+    assert adapter.guard.resting
+    assert "rests at the source weights" in caplog.text
+    found["statistics"] = HARM
+    answered = [adapter(batch) for batch in images[4:]]
+    assert adapter.guard.events[-1].action == "running"
+    assert adapter.guard.resting
+    with torch.no_grad():
+        expected = build("resnet_bn").eval()(images[-1])
+    torch.testing.assert_close(answered[-1], expected)
+
+
 def test_a_state_of_before_it_compared_how_sure_both_are_goes_on():
     own, batch = answers(*[3] * 50), answers(*[n % 10 for n in range(50)])
     memory, _ = compare({}, own, batch, 448, _of_the_batch)

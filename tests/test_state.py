@@ -1,6 +1,9 @@
 """The state: small, whole, and refused where it does not belong."""
 
+import errno
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -147,6 +150,31 @@ def test_a_save_that_fails_leaves_the_old_file_whole(saved, monkeypatch):
         adapter().save(saved)
     assert saved.read_bytes() == whole
     assert [path.name for path in saved.parent.iterdir()] == [saved.name]
+
+
+def test_a_file_system_that_has_become_read_only_is_named(saved, monkeypatch):
+    """Not even what was begun can be taken away there."""
+
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("os.fsync", refused)
+    monkeypatch.setattr(Path, "unlink", refused)
+    with pytest.raises(OSError, match="what was there before is whole: Read-only") as error:
+        adapter().save(saved)
+    assert error.value.filename == str(saved)
+
+
+def test_a_kill_in_the_midst_of_a_save_leaves_the_old_state(saved):
+    whole, own = saved.read_bytes(), adapter()
+    child = os.fork()
+    if not child:
+        fata.state.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        own.save(saved)
+    _, status = os.waitpid(child, 0)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    assert saved.read_bytes() == whole
+    own.load(saved)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):

@@ -125,7 +125,7 @@ class Adapter(nn.Module):
         self._modes = [(module, module.training) for module in model.modules()]
         self._flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         self._engine: Engine | None = None
-        self._learning = True
+        self._frozen = 0  # how often, at this time
         self._turns = _Turns()
         self._fingerprint: str | None = None
         self.model = model
@@ -165,14 +165,15 @@ class Adapter(nn.Module):
             if images.is_inference():
                 images = images.clone()
             images = images.detach()
-            answer = engine.step if self._learning else engine.answer
-            if self._learning and len(images) and engine.checks_pixels:
+            learning = not self._frozen
+            answer = engine.step if learning else engine.answer
+            if learning and len(images) and engine.checks_pixels:
                 with suppress(NotFiniteError):  # what follows would wait for the device
                     return answer(images).detach()
             finite = images.flatten(1).isfinite().all(1)
             whole = bool(finite.all())
             here = len(images) if whole else int(finite.sum())
-            usable, others = engine.group.meet(here, len(images) - here, engine, self._learning)
+            usable, others = engine.group.meet(here, len(images) - here, engine, learning)
             if whole and usable:
                 logits = answer(images).detach()
             else:
@@ -184,18 +185,20 @@ class Adapter(nn.Module):
                 if usable:
                     logits[finite] = answer(images[finite]).detach()
                     engine.selected = _spread(engine.selected, finite)
-            if others and self._learning:
+            if others and learning:
                 engine.state.count(seen=others, not_finite=others)
             return logits
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
-        """Predict without learning inside the context; nothing of the state changes."""
-        before, self._learning = self._learning, False
+        """Predict without learning inside the context, in every thread; no state changes."""
+        with self._turns:
+            self._frozen += 1
         try:
             yield self
         finally:
-            self._learning = before
+            with self._turns:
+                self._frozen -= 1
 
     def train(self, mode: bool = True) -> Adapter:
         """Leave the model's modes alone: adapting needs neither dropout nor running statistics."""
@@ -265,7 +268,8 @@ class Adapter(nn.Module):
         `dropped` are steps whose gradient was not finite; they moved nothing. Set-up (Fisher, the
         one pass in which FATA's tap finds its way) is not counted.
         """
-        counts = {name: int(number) for name, number in self._live().state.counts.items()}
+        with self._turns:
+            counts = {name: int(number) for name, number in self._live().state.counts.items()}
         names = ("seen", "not_finite", "stepped", "dropped", "recovered")
         rows = ("rows_forward", "rows_tail", "rows_backward", "rows_witness")
         selected = {self.method.name: counts.get("host", 0)}
@@ -319,11 +323,12 @@ class Adapter(nn.Module):
         it answer. The adapter is of no use afterwards. A BatchNorm model is back at its running
         statistics.
         """
-        engine = self._live()
-        engine.theta.write(engine.answering)
-        self._release()
-        self._engine = None
-        return self.model
+        with self._turns:
+            engine = self._live()
+            engine.theta.write(engine.answering)
+            self._release()
+            self._engine = None
+            return self.model
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to one safetensors file; an older file there is replaced whole."""

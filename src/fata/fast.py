@@ -142,6 +142,8 @@ class FastEngine(Engine):
         """Logits of the images; without a gradient, by a program."""
         if torch.is_grad_enabled():
             return super().forward(images)
+        if not self._rows:
+            self._find_weights()
         rows = len(images)
         where = self._where(torch.arange(rows), "look")
         padded = len(where.rows) > rows
@@ -151,8 +153,7 @@ class FastEngine(Engine):
         return logits[:rows]
 
     def _step(self, images: Tensor) -> Tensor:
-        if self._places != self._where_weights_are():
-            self._forget()
+        self._find_weights()
         if self._looks_within:
             step = super()._step
             return step(images) if self._pads else self._in_half(step)(images)
@@ -409,8 +410,12 @@ class FastEngine(Engine):
 
         return halved
 
+    def _find_weights(self) -> None:
+        """What was recorded reads other places than these, after `model.half()`: begin anew."""
+        if self._places != self._where_weights_are():
+            self._forget()
+
     def _where_weights_are(self) -> list[int]:
-        """What a recording reads: other places, as after `model.half()`, need another."""
         return [parameter.data_ptr() for parameter in self._weights]
 
     def _forget(self) -> None:

@@ -35,6 +35,7 @@ statistics do none, is answered with them.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable
@@ -49,6 +50,8 @@ from fata.method import Memory, in_range
 
 if TYPE_CHECKING:
     from fata.engine import Engine
+
+log = logging.getLogger(__name__)
 
 DOUBT = 1.5  # deviations of a sign
 BRIEF = 64  # answers that a sign is averaged over to see what happens at once
@@ -234,13 +237,13 @@ class Watch:
 
     def see(self, images: Tensor, logits: Tensor) -> Tensor:
         """After a batch was learned from: look, where it is time to. Returns what is answered."""
-        state, group = self._engine.state, self._engine.group
+        state, group, coupled = self._engine.state, self._engine.group, self._engine.coupled
         watched = state.watched
-        if watched.resting:
+        if watched.resting and not coupled:
             return logits
         rows = group.rows(len(images))
         interval = min(self.guard.every, max(2, self.guard.every * rows // BRIEF))
-        settled = watched.since > (SOONER if self._engine.coupled else SETTLED)
+        settled = watched.since > (SOONER if coupled else SETTLED)
         interval *= 2 if settled else 1
         since, alarmed = watched.since, self._alarm.read(state.guard.get("latest"))
         due = since in EARLY or bool(since and not since % interval)
@@ -249,34 +252,44 @@ class Watch:
         self._alarm.write(state.guard["latest"])
         watched.since += 1
         watched.answers += rows
-        if not due and not watched.source_answers and not watched.running:
+        adapted = (due or watched.source_answers) and not watched.resting
+        statistics = coupled and due and (not settled or not since % (RARELY * interval))
+        statistics = statistics or watched.running
+        if not adapted and not statistics:
             return logits
         watched.last = since
-        normalising = due and (not settled or not since % (RARELY * interval))
-        return self._look(images, logits, normalising, due)
+        witness = self._witness(images)
+        answered = self._look_at_statistics(images, logits, witness) if statistics else None
+        if answered is None:
+            answered = self._look(logits, witness, due) if adapted else logits
+        return answered
 
-    def _look(self, images: Tensor, logits: Tensor, normalising: bool, due: bool) -> Tensor:
-        """Compare; with `normalising`, also what BatchNorm normalises with.
+    def _look_at_statistics(self, images: Tensor, logits: Tensor, witness: Tensor) -> Tensor | None:
+        """At what BatchNorm normalises with; what is answered, where the batch's do harm."""
+        watched = self._engine.state.watched
+        own = logits if watched.running else self._witness(images, running=True)
+        sign = self._compare("statistics", own, witness)
+        if watched.running:
+            rows = self._engine.group.rows(len(images))
+            watched.mixed = watched.mixed + rows if sign.mixed else 0
+            if self._mixed_again(sign):
+                self._normalise(sign, running=False)
+            return witness if sign.mixed else own
+        if sign.excess > 0:
+            self._normalise(sign, running=True)
+            return own
+        return None
+
+    def _look(self, logits: Tensor, witness: Tensor, due: bool) -> Tensor:
+        """At the adapted model; returns what is answered.
 
         A look that is not `due` is there since the source answers; ever more of them would find
         harm by chance, where none is done.
         """
         engine, watched = self._engine, self._engine.state.watched
-        witness = self._witness(images)
-        if engine.coupled and (normalising or watched.running):
-            own = logits if watched.running else self._witness(images, running=True)
-            sign = self._compare("statistics", own, witness)
-            if watched.running:
-                watched.mixed = watched.mixed + engine.group.rows(len(images)) if sign.mixed else 0
-                if self._mixed_again(sign):
-                    self._normalise(sign, running=False)
-                return witness if sign.mixed else own
-            if sign.excess > 0:
-                self._normalise(sign, running=True)
-                return own
         sign = self._compare("adapted", witness, logits)
         if watched.aside is not None:
-            watched.aside += engine.group.rows(len(images))
+            watched.aside += engine.group.rows(len(logits))
             return logits if self._trusted(sign) else witness
         even = sign.lacking < self.guard.even and not sign.good and not engine.coupled
         if sign.excess > 0 and (due or not even):
@@ -372,6 +385,12 @@ class Watch:
         watched = state.watched
         watched.failures += 1
         watched.resting = watched.failures > self.guard.patience
+        if watched.resting:
+            log.warning(
+                "the guard has taken the model back %d times: it rests at the source weights and "
+                "learns no more, until reset(); adapter.guard.events says why",
+                watched.failures,
+            )
         watched.scale *= self.guard.slower
         good = self._source
         if sign.name == "narrowing" and not watched.resting:
@@ -484,10 +503,11 @@ def compare(
         share of ln C.
     """
     classes = math.log(logits.shape[1])
+    theirs, ours = _answers(witness), _answers(logits)
     now = {
-        "source": _shares(witness, group),
-        "adapted": _shares(logits, group),
-        "differ": group.mean((logits.argmax(1) != witness.argmax(1)).float()),
+        "source": _shares(theirs, witness, group),
+        "adapted": _shares(ours, logits, group),
+        "differ": group.mean((ours != theirs).float()),
         "sure": group.mean(_confidence(witness)),
         "surer": group.mean(_confidence(witness) - _confidence(logits)),
     }
@@ -558,8 +578,8 @@ def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Me
 
 
 def _latest(before: Tensor | None, logits: Tensor, group: Alone) -> Tensor:
-    """Shares of the classes among the latest answers."""
-    now = _shares(logits, group)
+    """Shares of the classes among the latest answers; one that is not finite is of the first."""
+    now = _shares(logits.argmax(1), logits, group)
     before = torch.zeros_like(now) if before is None else before
     return torch.lerp(before, now, min(1.0, group.rows(len(logits)) / BRIEF))
 
@@ -569,9 +589,13 @@ def _confidence(logits: Tensor) -> Tensor:
     return logits.softmax(1).amax(1).nan_to_num(0)
 
 
-def _shares(logits: Tensor, group: Alone) -> Tensor:
+def _answers(logits: Tensor) -> Tensor:
+    """The class of each row; beyond the last, where it is not finite: it answers none."""
+    return torch.where(logits.isfinite().all(1), logits.argmax(1), logits.shape[1])
+
+
+def _shares(answers: Tensor, logits: Tensor, group: Alone) -> Tensor:
     """How large a share of the rows each class has."""
-    counts = torch.zeros(logits.shape[1], device=logits.device)
-    answers = logits.argmax(1)
+    counts = torch.zeros(logits.shape[1] + 1, device=logits.device)
     counts.index_add_(0, answers, torch.ones_like(answers, dtype=counts.dtype))
-    return group.sum(counts) / group.rows(len(logits))
+    return group.sum(counts[:-1]) / group.rows(len(logits))

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -191,7 +192,8 @@ def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
         why = f"cannot save the state, what was there before is whole: {error.strerror}"
         raise OSError(error.errno, why, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

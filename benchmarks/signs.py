@@ -4,14 +4,16 @@
 
 Every few batches of a stream: accuracy of the adapted model and of not adapting on the same images,
 and the signs, averaged over the last 448 images or so: S of the guard from answers, the same from
-probabilities, how often the two models agree, confidence, how far the parameters are, and how often
-an answer is the same for the image turned left to right.
+probabilities, how often the two models agree, confidence, how often an answer is the same for the
+image turned left to right, and the mean entropy, which every host lowers; how far the parameters
+are, and by how much that entropy has risen at most from one batch to the next.
 """
 
 from __future__ import annotations
 
 import argparse
 import warnings
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 import fata
 from fata.bench.grid import Grid
 from fata.corruptions import EXTRA
+from fata.losses import entropy
 
 _WEIGHT = 0.25  # of the newest batch
 
@@ -51,11 +54,14 @@ def main() -> None:
         data, args.scenario, domains=[args.domain], images=args.images, seed=args.seed
     )
     names = ("right", "still", "S", "S soft", "agree", "sure", "still sure", "turned", "still")
-    print("batch   " + "  ".join(f"{name:>10}" for name in names) + "       drift")
+    names += ("entropy", "drift", "rise")
+    print("batch   " + "  ".join(f"{name:>10}" for name in names))
     means: list[Tensor] = []
+    losses: list[Tensor] = []
     for number, batch in enumerate(stream):
         images = loaded.preprocess.normalise(batch.images)
         logits = adapted(images)
+        losses.append(entropy(logits).mean())
         if number % args.every:
             continue
         plain = still(images)
@@ -75,6 +81,7 @@ def main() -> None:
             plain.softmax(1).amax(1).mean(),
             turned.float().mean(),
             plain_turned.float().mean(),
+            losses[-1],
         ]
         weight = max(_WEIGHT, 1 / (1 + number // args.every))
         means = [torch.lerp(a, b, weight) for a, b in zip(means or now, now, strict=True)]
@@ -83,7 +90,8 @@ def main() -> None:
         engine = adapted._engine
         assert engine is not None
         drift = (engine.state.theta - engine.source).norm()
-        values = [right, plain_right, *signs, *rest, drift]
+        rise = max((after - before for before, after in pairwise(losses)), default=torch.zeros(()))
+        values = [right, plain_right, *signs, *rest, drift, rise]
         print(f"{number:5}   " + "  ".join(f"{value.item():10.3f}" for value in values))
 
 

@@ -11,7 +11,7 @@ Rows are padded to a few fixed numbers, since another takes another recording; p
 nothing, in BatchNorm's statistics neither. Between two programs one answer is waited for: which
 rows to gather.
 
-Weights that do not adapt are held in bfloat16; what adapts, losses and sums stay in float32. On a
+Weights that do not adapt are held in bfloat16; what adapts, logits and sums stay in float32. On a
 CPU nothing is recorded or padded, so that a method may look in the midst of a pass over all rows,
 and bfloat16 is there where it has a unit for its products (Intel's AMX).
 """
@@ -31,7 +31,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten
 
 from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, NotFiniteError, Pass, Terms
-from fata.half import halves, in_half, pays_on_cpu
+from fata.half import halves, head_of, in_half, pays_on_cpu
 from fata.method import BLIND, Batch, Memory, OwnStep
 from fata.norms import norm_layers
 from fata.program import Kept, Pools, Program
@@ -405,7 +405,7 @@ class FastEngine(Engine):
             return function
 
         def halved(*given: Any) -> Any:
-            with in_half(self._halves, self._norms, self.device):
+            with in_half(self._halves, self._norms, self._head, self.device):
                 return function(*given)
 
         return halved
@@ -426,6 +426,7 @@ class FastEngine(Engine):
         self._pools, self._kept = Pools(), Kept()
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
         self._norms = [norm for _, norm in norm_layers(self.model)]
+        self._head = head_of(self.model)
         pays = on_gpu or pays_on_cpu(self.model, self.device)
         moving = self.theta.parameters
         self._halves = list(halves(self.model, moving, self._large)) if pays else []

@@ -1,7 +1,8 @@
 """bfloat16: what of a model is held in it, and where that pays.
 
 Convolutions and linear layers multiply by weights that do not adapt: those are halved, once. What
-adapts stays as it is, and norms are computed in full.
+adapts stays as it is, and norms are computed in full; so is the last layer, for entropies of logits
+in bfloat16 select other rows.
 """
 
 from __future__ import annotations
@@ -37,11 +38,17 @@ def pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
     return device.type == "cpu" and wide and plain and has_matrix_unit()
 
 
+def head_of(model: nn.Module) -> nn.Module | None:
+    """The layer that gives the logits, by all that is known: the last; None: it is not in full."""
+    layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
+    return layers[-1] if layers and layers[-1].weight.dtype == torch.float32 else None
+
+
 def halves(model: nn.Module, adapted: Sequence[Tensor], large: bool) -> Iterator[Half]:
     """Copies in bfloat16 of what convolutions and linear layers multiply by and does not adapt."""
-    moving = {id(parameter) for parameter in adapted}
+    moving, head = {id(parameter) for parameter in adapted}, head_of(model)
     for module in model.modules():
-        if isinstance(module, nn.Linear | _ConvNd):
+        if isinstance(module, nn.Linear | _ConvNd) and module is not head:
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in moving:
                     half = parameter.detach().bfloat16()
@@ -51,13 +58,17 @@ def halves(model: nn.Module, adapted: Sequence[Tensor], large: bool) -> Iterator
 
 @contextmanager
 def in_half(
-    weights: Sequence[Half], norms: Sequence[nn.Module], device: torch.device
+    weights: Sequence[Half],
+    norms: Sequence[nn.Module],
+    head: nn.Module | None,
+    device: torch.device,
 ) -> Iterator[None]:
     """A model computes in bfloat16 inside the context."""
-    narrow = answering({norm: _narrow(norm) for norm in norms})
+    full = {} if head is None else {head: _full(head)}
+    answers = answering({norm: _narrow(norm) for norm in norms} | full)
     half = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # it may be outlived
     attention = PlainAttention() if device.type == "cpu" else nullcontext()
-    with _swapped(weights), narrow, half, attention:
+    with _swapped(weights), answers, half, attention:
         yield
 
 
@@ -68,6 +79,17 @@ def _narrow(norm: nn.Module) -> Answer:
     def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = forward(x, *args, **kwargs)
         return output.to(x.dtype) if isinstance(output, Tensor) else output
+
+    return answer
+
+
+def _full(head: nn.Module) -> Answer:
+    """Compute in full precision."""
+    forward = head.forward
+
+    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(x.device.type, enabled=False):
+            return forward(x.float(), *args, **kwargs)
 
     return answer
 

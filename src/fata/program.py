@@ -204,7 +204,11 @@ def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
         with torch.no_grad():  # the way back is part of the graph
             return run(*tensors)  # type: ignore[no-any-return]
 
-    without_gradient(*given)
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore"
+        )  # hints of the compiler's, as that products could be in TF32
+        without_gradient(*given)
     return without_gradient
 
 

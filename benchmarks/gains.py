@@ -212,6 +212,7 @@ def reference() -> None:
 
 
 FREE = ("normal", "label-shift", "mixed", "bs1", "imagenet", "fast")  # without the guard
+GROWN = "grown-frost"  # not adapting, where frost was not of the pictures
 
 
 def held(*names: str) -> None:
@@ -221,7 +222,7 @@ def held(*names: str) -> None:
     nothing is none.
     """
     free = {_cell(r): r for other in FREE for r in kept(other)}  # `fast` goes over `exact`
-    still = _still(free)
+    still = _still(r for other in (*FREE, GROWN) for r in kept(other))
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     worse: list[tuple[Any, ...]] = []
     unlike: Counter[tuple[str, str]] = Counter()
@@ -231,7 +232,9 @@ def held(*names: str) -> None:
         cell = _cell(record)
         own, without = record.result["accuracy"], free[cell] if record.result["guard"] else record
         alone = without.result["accuracy"]
-        plain = still[(cell[0], *cell[2:])]
+        place = (cell[0], *cell[2:])
+        theirs = still[(*place, _frost(free[cell]))]
+        plain = still.get((*place, _frost(record)), theirs)
         unlike[cell[-1], cell[0]] += _frost(record) != _frost(free[cell])
         for at in ((cell[-1], cell[0]), ("together", "")):
             found.setdefault(at, []).append((plain, alone, own))
@@ -253,19 +256,19 @@ def held(*names: str) -> None:
         )
     for at, count in unlike.items():
         if count:
-            print(*at, f"{count} of them met another frost than what they are held against")
+            print(*at, f"{count} of them met another frost than without it")
     print("over a point below not adapting with it, or below without it where nothing was harmed:")
     for cell in sorted(worse):
         print(*cell)
 
 
-def _still(free: dict[tuple[str, ...], Record]) -> dict[tuple[str, ...], float]:
-    """The best of not adapting, by all of a cell but its method."""
-    found: dict[tuple[str, ...], float] = {}
-    for (model, method, *place), record in free.items():
+def _still(records: Iterable[Record]) -> dict[tuple[Any, ...], float]:
+    """The best of not adapting, by all of a cell but its method, and by its frost."""
+    latest = {(*_cell(record), _frost(record)): record.result["accuracy"] for record in records}
+    found: dict[tuple[Any, ...], float] = {}
+    for (model, method, *place), accuracy in latest.items():
         if method in ("source", "norm"):
-            at = (model, *place)
-            found[at] = max(found.get(at, 0), record.result["accuracy"])
+            found[(model, *place)] = max(found.get((model, *place), 0), accuracy)
     return found
 
 

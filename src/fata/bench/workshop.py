@@ -22,6 +22,7 @@ from fata.bench.shelf import Shelf, free_memory
 from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, stream
 from fata.data.dataset import Files
 from fata.data.serve import Decoded
+from fata.guard import log
 from fata.zoo import Loaded
 
 _WITH_PROTOCOL = re.compile(r"(?P<name>.+)@(?P<protocol>\w+)")
@@ -59,11 +60,7 @@ class Workshop:
     _last: tuple[tuple[Any, ...], Adapter] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """On a GPU matrix products are in TF32, as convolutions are by default.
-
-        That the guard rests is in the results.
-        """
-        logging.getLogger("fata.guard").setLevel(logging.ERROR)
+        """On a GPU matrix products are in TF32, as convolutions are by default."""
         if self.device.startswith("cuda"):
             torch.set_float32_matmul_precision("high")
 
@@ -119,10 +116,13 @@ class Workshop:
             self._look_ahead(following)
         device = torch.device(self.device)
         adapter = self._adapter(cell, loaded)
+        level = log.level
+        log.setLevel(logging.ERROR)  # what the guard did is in the results
         try:
             batches = serve.batches(stream, decoded, device, self.skip_damaged)
             return measure(adapter, loaded, stream, batches, device, tick)
         finally:
+            log.setLevel(level)
             adapter.reset()
             if cell.speed == "exact":
                 self._leave()

@@ -205,9 +205,7 @@ def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
             return run(*tensors)  # type: ignore[no-any-return]
 
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # hints of the compiler's, as that products could be in TF32
+        warnings.simplefilter("ignore")  # the compiler hints that products could be in TF32
         without_gradient(*given)
     return without_gradient
 

@@ -37,14 +37,13 @@ def race(
     images: Tensor,
     rounds: int,
     calls: int = 1,
-    warm: int = WARM_GPU,
 ) -> dict[str, Runner]:
-    """Make each way and warm it up (so long on a GPU), then let them take turns of some calls."""
+    """Make each way and warm it up, then let them take turns of some calls."""
     runners = {}
     for name, make in ways.items():
         before = (allocated(), held()) if images.is_cuda else None
         runners[name] = runner = Runner(make())
-        for _ in range(warm if images.is_cuda else WARM):
+        for _ in range(WARM_GPU if images.is_cuda else WARM):
             runner.call(images)
         if before is not None:
             runner.peak = needed(runner.call, images, *before)

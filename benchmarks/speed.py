@@ -7,7 +7,8 @@
 Random weights, noise images on the device, and a learning rate near zero, so that the share of
 selected rows stays as it was set. The ways of a host, with FATA and without, take turns; printed
 are medians over the rounds, and of ratios those of the two times in one round. All without the
-guard: with `--guard`, what that adds to a step is measured instead, over whole turns of its looks.
+guard: with `--guard`, what that adds to a step is measured instead, over whole turns of its looks;
+with `--guard first`, over the batches after a start, in which it looks more often.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks import share as shares
 from benchmarks.plain import Plain
 from benchmarks.race import WARM_GPU, Call, Runner, race, times
 from benchmarks.share import Share
-from fata.guard import RARELY, SETTLED
+from fata.guard import RARELY, SETTLED, SOONER
 from fata.methods import HOSTS
 from fata.norms import batch_norms
 from fata.zoo import ZooError, mini
@@ -67,13 +68,11 @@ class Track:
         """The straightforward way."""
         return Plain(copy.deepcopy(self.model), spec, **fields)
 
-    def ours(self, spec: str, fields: dict[str, Any], speed: str, guard: bool = False) -> Call:
-        """An adapter; with the guard, behind its first looks, which come sooner."""
-        watch = fata.Guard(term=10**9, even=0) if guard else None  # nothing is learned, nor proved
-        adapter = fata.adapt(copy.deepcopy(self.model), spec, guard=watch, speed=speed, **fields)
-        if adapter.guard:
-            adapter._engine.state.watched.since = SETTLED + 1
-        return adapter
+    def ours(
+        self, spec: str, fields: dict[str, Any], speed: str, guard: fata.Guard | None = None
+    ) -> fata.Adapter:
+        """An adapter."""
+        return fata.adapt(copy.deepcopy(self.model), spec, guard=guard, speed=speed, **fields)
 
 
 def compare(track: Track, host: str, specs: list[str]) -> list[Line]:
@@ -112,17 +111,48 @@ def _selected(adapter: fata.Adapter) -> dict[str, float]:
     return {term: count / counts["seen"] for term, count in counts["selected"].items()}
 
 
-def guarded(track: Track, spec: str) -> list[Line]:
+@dataclass(frozen=True)
+class Looks:
+    """How often the guard looks at a network, long after a start or from the `first` batch on."""
+
+    first: bool
+    shared: bool  # BatchNorm's statistics, at which it looks as well
+
+    @property
+    def turn(self) -> int:
+        """Batches after which they come again."""
+        if self.first:
+            return SOONER if self.shared else SETTLED
+        return 2 * fata.Guard().every * (RARELY if self.shared else 1)
+
+    def of(self, adapter: fata.Adapter, images: Tensor) -> Call:
+        """The adapter at that age; what it looks with is compiled by then."""
+        for running in (False, True):
+            for _ in range(WARM_GPU if images.is_cuda else 0):
+                adapter._engine.predict(images, running)
+        watched = adapter._engine.state.watched
+        if not self.first:
+            watched.since = SETTLED + 1
+            return adapter
+
+        def young(images: Tensor) -> Tensor:
+            watched.since %= self.turn
+            return adapter(images)
+
+        return young
+
+
+def guarded(track: Track, spec: str, looks: Looks) -> list[Line]:
     """A line a speed: a step with the guard over one without; how many rows it looks at."""
-    turn = 2 * fata.Guard().every * (RARELY if batch_norms(track.model) else 1)
     fields, lines = track.fields(spec), []
     for speed in track.speeds:
+        guard = fata.Guard(term=10**9, even=0)  # nothing is learned, nor proved
+        watched = track.ours(spec, fields, speed, guard)
         ways = {
-            name: partial(track.ours, spec, fields, speed, guard)
-            for name, guard in (("without", False), ("with", True))
+            "without": partial(track.ours, spec, fields, speed),
+            "with": partial(looks.of, watched, track.images),
         }
-        ran = race(ways, track.images, track.rounds, turn, WARM_GPU * turn)  # so many looks
-        watched = ran["with"].call
+        ran = race(ways, track.images, track.rounds, looks.turn)
         if watched.guard.events:
             raise RuntimeError(f"the guard stepped in: {watched.guard.events}")
         lines.append(
@@ -209,7 +239,8 @@ def run(args: argparse.Namespace) -> list[Line]:
         model = shares.spread(model.to(args.device), images)
         track = Track(name, model, images, args.share, args.speeds, args.rounds)
         if args.guard:
-            lines += [line for spec in args.methods for line in guarded(track, spec)]
+            looks = Looks(args.guard == "first", bool(batch_norms(model)))
+            lines += [line for spec in args.methods for line in guarded(track, spec, looks)]
             continue
         for host in dict.fromkeys(spec.partition("+")[0] for spec in args.methods):
             own = [spec for spec in args.methods if spec.partition("+")[0] == host]
@@ -230,7 +261,13 @@ def main() -> None:
     parser.add_argument(
         "--share", default="0.4", help="of the rows that a term selects; or `embedded`"
     )
-    parser.add_argument("--guard", action="store_true", help="measure what the guard costs")
+    parser.add_argument(
+        "--guard",
+        nargs="?",
+        const="settled",
+        choices=["settled", "first"],
+        help="measure what the guard costs: long after a start, or in the first batches",
+    )
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.threads:

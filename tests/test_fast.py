@@ -19,6 +19,7 @@ import fata
 from fata import decompositions, fast, half, program, tiny
 from fata.adapter import default_speed
 from fata.bench.measure import Clock
+from fata.guard import Watched
 from fata.losses import entropy
 from fata.methods import SPECS
 from fata.selection import Selection
@@ -578,32 +579,56 @@ def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("guard", [None, fata.Guard()])
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("spec", ["tent+fata", "eata+fata"])
-def test_one_wait_a_step_and_none_where_rows_share_statistics(net, spec, device, monkeypatch):
-    fields = {name: v for name, v in half_of_the_rows(net, spec).items() if "fata" in name}
-    adapter, _ = run(net, spec, "fast", device, guard=None, **fields)
-    images, waits = batches(device)[0], []
-    counted = fast.FastEngine._counted
-    assert adapter._engine.checks_pixels == (net != "resnet_bn")
+@pytest.mark.parametrize("spec", ["tent+fata", "eata+fata", "sar+fata", "deyo+fata"])
+def test_a_step_waits_where_it_must_alone(net, spec, guard, device, monkeypatch):
+    """For the rows to gather, unless rows share statistics; SAR's rule and DeYO's look once more.
 
-    def waiting(engine, *given):
-        torch.cuda.set_sync_debug_mode("default")
-        waits.append(1)
-        try:
-            return counted(engine, *given)
-        finally:
-            torch.cuda.set_sync_debug_mode("error")
+    With a guard it is a step between two looks.
+    """
+    fields = half_of_the_rows(net, spec)
+    if spec == "tent+fata":
+        del fields["threshold"]
+    adapter, _ = run(net, spec, "fast", device, guard=guard, **fields)
+    engine, images, waits = adapter._engine, batches(device)[0], []
+    for _ in range(3):
+        adapter(images)
+    engine.state.watched = Watched(since=13, last=13)
+    assert engine.checks_pixels == (net != "resnet_bn")
 
-    monkeypatch.setattr(fast.FastEngine, "_counted", waiting)
+    def may_wait(kind, name):
+        function = getattr(kind, name)
+
+        def waiting(self, *given):
+            if isinstance(self, torch.Tensor) and not self.is_cuda:
+                return function(self, *given)
+            torch.cuda.set_sync_debug_mode("default")
+            waits.append(name)
+            try:
+                return function(self, *given)
+            finally:
+                torch.cuda.set_sync_debug_mode("error")
+
+        monkeypatch.setattr(kind, name, waiting)
+
+    may_wait(fast.FastEngine, "_counted")
+    if spec == "sar+fata":
+        may_wait(fast.FastEngine, "_recover")
+    if spec == "deyo+fata":
+        may_wait(torch.Tensor, "nonzero")
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+    looked = engine.state.counts.get("rows_witness", 0)
     try:
         torch.cuda.set_sync_debug_mode("error")
         with torch.inference_mode(False), torch.enable_grad():
-            adapter._engine.step(images)
+            engine.step(images)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert len(waits) == (0 if net == "resnet_bn" else 1)
+    assert engine.state.counts.get("rows_witness", 0) == looked
+    rows = [] if net == "resnet_bn" and spec[:4] in ("tent", "eata") else ["_counted"]
+    more = {"sar+fata": [*rows, "_recover"], "deyo+fata": ["nonzero", *rows]}
+    assert waits == more.get(spec, rows)
 
 
 @pytest.mark.parametrize("spec", ["eata+fata", "sar+fata", "deyo+fata"])

@@ -578,6 +578,35 @@ def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
     assert all(one._graph is not None for one in again)
 
 
+class Littering(torch.nn.Module):
+    """Drops an adapter in the midst of a recording, so that only a collection ends it."""
+
+    def __init__(self, model, adapter):
+        super().__init__()
+        self.model, self.dropped = model, [adapter]
+        self.dropped.append(self.dropped)
+
+    def forward(self, images):
+        if torch.cuda.is_current_stream_capturing():
+            self.dropped = None
+            [[] for _ in range(10_000)]
+        return self.model(images)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_garbage_stays_while_a_program_is_recorded(device):
+    adapter, _ = run("resnet_gn", "tent+fata", "fast", device, guard=None)
+    again = fata.adapt(Littering(build("resnet_gn").to(device), adapter), "tent", speed="fast")
+    dropped = weakref.ref(adapter)
+    del adapter
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it says so where it cannot be recorded
+        for images in batches(device)[:3]:
+            again(images)
+    gc.collect()
+    assert dropped() is None
+
+
 @pytest.mark.parametrize("device", DEVICES[1:])
 @pytest.mark.parametrize("guard", [None, fata.Guard()])
 @pytest.mark.parametrize("net", NETS)

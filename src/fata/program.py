@@ -7,12 +7,13 @@ element-wise work is fused into what it belongs to, and convolutions run channel
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +171,7 @@ class Program:
         found = Found()
         try:
             with (
+                _keeping_garbage(),
                 found if self._flat is None else nullcontext(),  # what is compiled holds its own
                 torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
             ):
@@ -233,6 +235,18 @@ def own(tensor: Tensor, large: bool) -> Tensor:
 def channels_last(tensor: Tensor) -> Tensor:
     """The same values in the order that convolutions are fastest with."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+@contextmanager
+def _keeping_garbage() -> Iterator[None]:
+    """To drop a recording spoils the one at hand, and garbage may hold some."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _left(what: str, error: Exception) -> None:

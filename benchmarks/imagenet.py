@@ -4,7 +4,7 @@
 
 DIR holds the weights, the pictures (tar files) and the `load.py` that the reference figures were
 made with; the rates are those of the reference, and no method has a Fisher penalty. `--nudge 1e-3`
-shows how much errors of that size, about bfloat16's, decide by themselves.
+changes the weights as `benchmarks.chance` does.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import fata
+from benchmarks.chance import nudge
 from fata.bench.formats import markdown
 from fata.bench.grid import Grid
 from fata.bench.run import missing, run
@@ -53,10 +52,7 @@ class Assets(Workshop):
             spec.loader.exec_module(load)
             statistics = getattr(load, STATISTICS[name])
             network = getattr(load, name)().to(self.device)
-            draw = torch.Generator().manual_seed(0)
-            for weights in network.parameters():
-                change = 1 + self.nudge * torch.randn(weights.shape, generator=draw)
-                weights.data *= change.to(self.device)
+            nudge(network, self.nudge)
             loaded = Loaded(
                 name,
                 network,

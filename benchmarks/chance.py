@@ -1,0 +1,97 @@
+"""How much chance decides in a cell: `python -m benchmarks.chance`.
+
+    python -m benchmarks.chance --model mini_vit --data cifar10:DIR --methods deyo \
+        --domains impulse_noise
+
+Runs the same cells with weights that are changed at random, by a thousandth or two, about as much
+as bfloat16 rounds them by. Where that moves a cell by a point, so may anything, and two ways of
+computing it are not to be told apart there.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import fata
+from benchmarks.speed import markdown
+from fata.bench.cell import key
+from fata.bench.grid import Grid
+from fata.bench.run import missing, run
+from fata.bench.store import Store
+from fata.bench.workshop import Workshop
+from fata.commands.bench import Show
+from fata.zoo import Loaded, Weights
+
+NUDGES = (0, 1e-3, -1e-3, 2e-3)
+
+
+def nudge(model: nn.Module, by: float) -> None:
+    """Change the weights at random, by such a share of each; the same numbers at every call."""
+    draw = torch.Generator().manual_seed(0)
+    for weights in model.parameters():
+        weights.data *= (1 + by * torch.randn(weights.shape, generator=draw)).to(weights.device)
+
+
+@dataclass
+class Nudged(Workshop):
+    """A workshop of such models."""
+
+    by: float = 0
+
+    def model(self, name: str) -> Loaded:
+        """A model, changed when it was loaded."""
+        known = name in self._models
+        loaded = super().model(name)
+        if not known and self.by:
+            nudge(loaded.model, self.by)
+            weights = Weights.of(loaded.model, loaded.weights.tag, f"nudged by {self.by}")
+            loaded = self._models[name] = replace(loaded, weights=weights)
+        return loaded
+
+
+def main() -> None:
+    """Run what is missing, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="embedded")
+    parser.add_argument("--fisher", default="embedded", help="clean images for EATA")
+    parser.add_argument("--methods", nargs="+", required=True, help="as deyo+fata")
+    parser.add_argument("--domains", nargs="+", required=True)
+    parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
+    parser.add_argument("--nudges", nargs="+", type=float, default=NUDGES)
+    parser.add_argument("--speed", default="exact")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--store", type=Path, default=Path("chance.db"))
+    args = parser.parse_args()
+    store = Store(args.store)
+    grid = Grid(
+        models=(args.model,),
+        data=(args.data,),
+        methods=tuple(args.methods),
+        domains=tuple(args.domains),
+        images=args.images,
+        fisher=args.fisher,
+        speed=args.speed,
+    )
+    cells = list(grid.cells(fata.data.open))
+    rows = [[f"{cell.method}, {cell.domains[0]}"] for cell in cells]
+    for by in args.nudges:
+        workshop = Nudged(args.device, fisher=args.fisher, by=by)
+        tasks = missing(cells, store, workshop, again=False)
+        with Show(len(tasks)) as watcher:
+            run(tasks, store, workshop, watcher, args.jobs)
+        accuracy = {record.key: f"{record.result['accuracy']:.2f}" for record in store}
+        for row, cell in zip(rows, cells, strict=True):
+            row.append(accuracy.get(key(workshop.protocol(cell)), "failed"))
+    head = ["cell", *(f"{by:+g}" if by else "as it is" for by in args.nudges)]
+    print(markdown(head, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -6,7 +6,6 @@ Reads what lies in benchmarks/runs (`benchmarks.archive`) and prints the tables 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable
 from itertools import pairwise
 from statistics import mean
@@ -19,7 +18,6 @@ from fata.bench.store import Record
 from fata.bench.tables import Comparison, comparisons, domain_name, labels
 
 SHARES = (0, 80, 88, 94, 100)  # of the source's sure answers, in %
-FAST = ("fast", "guard-fast", "guard-aside", "guard-imagenet", "guard-now")
 Pair = tuple[Record, Record]  # a host, and host+FATA on the same stream with the same settings
 
 
@@ -138,24 +136,20 @@ def settings(name: str) -> None:
 
 
 def speeds() -> None:
-    """How far `fast` is from `exact`, where neither collapses; a guard that did nothing is none."""
+    """How far `fast` is from `exact`, where neither collapses; which cells are over a point."""
     exact = {_cell(r): r for name in ("normal", "imagenet") for r in kept(name)}
-    found: dict[str, dict[tuple[str, ...], float]] = {}
-    for record in (r for name in FAST for r in kept(name)):
-        cell, idle = _cell(record), record.protocol["method"] in ("source", "norm")
-        if cell not in exact or idle or record.result.get("guard"):
-            continue
-        if record.protocol["speed"] != "fast":
-            continue
-        if not any(map(collapsed, (record, exact[cell]))):
-            change = record.result["accuracy"] - exact[cell].result["accuracy"]
-            found.setdefault(record.protocol["model"], {})[cell] = change
-    for model, cells in found.items():
-        apart = cells.values()
+    both = [(record, exact[_cell(record)]) for record in kept("fast-now")]
+    for model in dict.fromkeys(record.protocol["model"] for record, _ in both):
+        own = [pair for pair in both if pair[0].protocol["model"] == model]
+        fine = [pair for pair in own if not any(map(collapsed, pair))]
+        apart = [fast.result["accuracy"] - plain.result["accuracy"] for fast, plain in fine]
         print(
-            f"\nfast - exact, {model}: {mean(apart):+.2f}, {min(apart):+.2f} to {max(apart):+.2f},",
-            f"{sum(abs(change) > 1 for change in apart)} of {len(apart)} cells over a point apart",
+            f"\nfast - exact, {model}: {len(fine)} of {len(own)} cells, {mean(apart):+.2f},",
+            f"{min(apart):+.2f} to {max(apart):+.2f}, over a point apart:",
         )
+        for (fast, plain), change in zip(fine, apart, strict=True):
+            if abs(change) > 1:
+                print(*_cell(fast), fast.result["accuracy"], plain.result["accuracy"])
 
 
 def averages(name: str) -> None:
@@ -212,7 +206,6 @@ def reference() -> None:
 
 
 FREE = ("normal", "label-shift", "mixed", "bs1", "imagenet", "fast")  # without the guard
-GROWN = "grown-frost"  # not adapting, where frost was not of the pictures
 
 
 def held(*names: str) -> None:
@@ -222,20 +215,16 @@ def held(*names: str) -> None:
     nothing is none.
     """
     free = {_cell(r): r for other in FREE for r in kept(other)}  # `fast` goes over `exact`
-    still = _still(r for other in (*FREE, GROWN) for r in kept(other))
+    still = _still(free.values())
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     worse: list[tuple[Any, ...]] = []
-    unlike: Counter[tuple[str, str]] = Counter()
     for record in (record for name in names for record in kept(name)):
         if record.protocol["guard"] is None:
             continue
         cell = _cell(record)
         own, without = record.result["accuracy"], free[cell] if record.result["guard"] else record
         alone = without.result["accuracy"]
-        place = (cell[0], *cell[2:])
-        theirs = still[(*place, _frost(free[cell]))]
-        plain = still.get((*place, _frost(record)), theirs)
-        unlike[cell[-1], cell[0]] += _frost(record) != _frost(free[cell])
+        plain = still[(cell[0], *cell[2:])]
         for at in ((cell[-1], cell[0]), ("together", "")):
             found.setdefault(at, []).append((plain, alone, own))
         if own < plain - 1 or (alone >= plain - 1 and own < alone - 1):
@@ -254,33 +243,25 @@ def held(*names: str) -> None:
             f"{len(hurt)}: {before:+.2f}, {after:+.2f};",
             f"{sum(a < -1 for a in apart)}, {min(apart):+.2f}",
         )
-    for at, count in unlike.items():
-        if count:
-            print(*at, f"{count} of them met another frost than without it")
     print("over a point below not adapting with it, or below without it where nothing was harmed:")
     for cell in sorted(worse):
         print(*cell)
 
 
-def _still(records: Iterable[Record]) -> dict[tuple[Any, ...], float]:
-    """The best of not adapting, by all of a cell but its method, and by its frost."""
-    latest = {(*_cell(record), _frost(record)): record.result["accuracy"] for record in records}
-    found: dict[tuple[Any, ...], float] = {}
-    for (model, method, *place), accuracy in latest.items():
+def _still(records: Iterable[Record]) -> dict[tuple[str, ...], float]:
+    """The best of not adapting, by all of a cell but its method."""
+    found: dict[tuple[str, ...], float] = {}
+    for record in records:
+        model, method, *at = _cell(record)
+        place = (model, *at)
         if method in ("source", "norm"):
-            found[(model, *place)] = max(found.get((model, *place), 0), accuracy)
+            found[place] = max(found.get(place, 0), record.result["accuracy"])
     return found
 
 
 def _cell(record: Record) -> tuple[str, ...]:
     p = record.protocol
     return p["model"], p["method"], p["domains"][0], p["seed"], p["scenario"]["name"]
-
-
-def _frost(record: Record) -> str | None:
-    """Where it came from, if there was any."""
-    met = any(domain_name(domain) == "frost" for domain in record.protocol["domains"])
-    return record.protocol["data"].get("frost") if met else None
 
 
 def _rows(comparison: Comparison, method: str) -> str:

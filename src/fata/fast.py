@@ -32,6 +32,7 @@ from torch.utils._pytree import register_pytree_node, tree_flatten
 from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, NotFiniteError, Pass, Terms
 from fata.half import halves, head_of, in_half, pays_on_cpu
+from fata.later import Later
 from fata.method import BLIND, Batch, Memory, OwnStep
 from fata.norms import norm_layers
 from fata.program import Kept, Pools, Program
@@ -122,10 +123,10 @@ class FastEngine(Engine):
 
     @property
     def checks_pixels(self) -> bool:
-        """Where rows are independent: what comes of them can be undone when that is known."""
+        """Where it learns by programs: what came of them can be undone when that is known."""
         by_programs = not isinstance(self.method, OwnStep) and not self._looks_within
-        learns = bool(self.theta.names) and not self.state.watched.resting
-        return by_programs and learns and not self.coupled
+        watched = self.state.watched
+        return by_programs and bool(self.theta.names) and not (watched.resting or watched.running)
 
     def move(self) -> None:
         """Follow the model to another device, where everything is recorded anew."""
@@ -169,12 +170,35 @@ class FastEngine(Engine):
         return self.method.looks and (self.method.ascent is not None or not self._pads)
 
     def _by_programs(self, images: Tensor) -> Tensor:
-        state, sharp = self.state, self.method.ascent is not None
+        state, method = self.state, self.method
         pixels = self._kept.put(images, self._large) if images.is_cuda else images
         given = Seen(pixels, self._noise(images), state.host, state.plus)
-        moving = self._moving()
+        if self.coupled and not method.looks and method.ascent is None:
+            told = self._at_once(given)
+        else:
+            told = self._in_turn(given, images)
+        if self._recover():
+            self.theta.write(state.theta)
+        if self.plus:
+            state.plus = self.plus.observe(told.perturb[0], state.plus)
+        return told.logits
+
+    def _at_once(self, given: Seen) -> Told:
+        """Where rows share statistics: one program, and no wait for it."""
+        fine = Later(given.images.isfinite().all())
+        moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
+        self.selected = told.host.rows, told.plus.rows
+        if not fine.read():  # there before the program, which runs by now, is done
+            raise NotFiniteError
+        self.state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
+        self._take(moved)
+        return told  # type: ignore[no-any-return]
+
+    def _in_turn(self, given: Seen, images: Tensor) -> Told:
+        """See, wait for the selected rows, learn; learn at once, where most rows were selected."""
+        state, sharp = self.state, self.method.ascent is not None
+        moving, moved = self._moving(), None
         dense = self._dense() and not self.method.looks
-        moved: Moved | None = None
         if not dense:
             told = self._run("see", self._see, given)
         elif sharp:
@@ -185,22 +209,15 @@ class FastEngine(Engine):
         if self.method.looks:
             terms = self._terms(terms.batch, state.host)
         self.selected = terms.host.rows, terms.plus.rows
-        if moved is not None and self.coupled:
-            state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
-        else:
-            chosen, fine = self._counted(told)
-            if dense and not (fine or self.coupled):  # 0 x NaN is no 0 in a gradient
-                self.theta.write(state.theta)
-                moved, dense = None, False
-            if moved is None:
-                self._learn_from(terms, pixels, chosen, told.perturb, moving, climbed=dense)
-        if moved is not None:
-            self._take(moved)
-        if self._recover():
+        chosen, fine = self._counted(told)
+        if dense and not (fine or self.coupled):  # 0 x NaN is no 0 in a gradient
             self.theta.write(state.theta)
-        if self.plus:
-            state.plus = self.plus.observe(told.perturb[0], state.plus)
-        return told.logits  # type: ignore[no-any-return]
+            moved, dense = None, False
+        if moved is None:
+            self._learn_from(terms, given.images, chosen, told.perturb, moving, climbed=dense)
+        else:
+            self._take(moved)
+        return told  # type: ignore[no-any-return]
 
     def _learn_from(
         self,

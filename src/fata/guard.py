@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 
 from fata.group import ALONE, Alone
+from fata.later import Later
 from fata.method import Memory, in_range
 
 if TYPE_CHECKING:
@@ -436,28 +437,20 @@ class Alarm:
 
     def __init__(self) -> None:
         self._of: Tensor | None = None
-        self._copy: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
+        self._most: Later | None = None
 
     def write(self, latest: Tensor) -> None:
         """These are the shares now."""
-        self._of = latest
-        self._copy = latest.amax()
-        if latest.is_cuda:
-            self._copy = self._copy.to("cpu", non_blocking=True)
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+        self._of, self._most = latest, Later(latest.amax())
 
     def read(self, latest: Tensor | None) -> bool:
         """Whether these shares, of the batch before, call for a look."""
         if latest is None:
             return False
-        if latest is not self._of or self._copy is None:
+        if latest is not self._of:
             self.write(latest)
-        if self._copied is not None:
-            self._copied.synchronize()
-        assert self._copy is not None
-        return self._copy.item() > ALARM
+        assert self._most is not None
+        return self._most.read() > ALARM
 
 
 def _over_half(brief: Memory, before: Memory) -> Tensor:

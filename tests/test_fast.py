@@ -7,6 +7,7 @@ import math
 import warnings
 import weakref
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 import fata
 from fata import decompositions, fast, half, program, tiny
 from fata.adapter import default_speed
+from fata.augment import Perturb
 from fata.bench.measure import Clock
 from fata.guard import Watched
 from fata.losses import entropy
@@ -576,6 +578,31 @@ def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
     again = [ran.program for ran in adapter._engine._programs.values() if ran.program._calls > 1]
     assert again
     assert all(one._graph is not None for one in again)
+
+
+def test_trees_are_flattened_as_torch_does():
+    a, b, c, d, e = torch.rand(5, 2)
+    perturb, some = Perturb(a, b, c, 1, True), Selection(b > 0, c)
+    trees = [
+        (perturb, {"z": d, "a": e}, []),
+        (perturb, {"a": d, "z": e}, []),
+        (perturb, {"z": d}, [e]),
+        (perturb, {}, [d, e]),
+        (perturb, {}, []),
+        (replace(perturb, axis=2), {}, []),
+        (replace(perturb, delta=c.double()), {}, []),
+        (replace(perturb, delta=c[:1]), {}, []),
+        (fast.Terms(fast._blind(a, b), some, some), fast.Moving(a, b, c)),
+        fast.Told(a, b, c, some, some, [perturb]),
+    ]
+    programs = set()
+    for tree in trees:
+        tensors, alike = [], []
+        fast.flatten(tree, tensors, alike)
+        theirs, _ = tree_flatten(tree)
+        assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in theirs]
+        programs.add(tuple(alike))
+    assert len(programs) == len(trees)
 
 
 class Littering(torch.nn.Module):

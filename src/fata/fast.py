@@ -145,12 +145,13 @@ class FastEngine(Engine):
             return super().forward(images)
         if not self._rows:
             self._find_weights()
-        rows = len(images)
-        where = self._where(torch.arange(rows), "look")
-        padded = len(where.rows) > rows
-        real = [where.real] if self.coupled and self._pads and rows < self._rows else []
-        given = images[where.rows] if padded else images
-        logits: Tensor = self._run("look", self._look, given, real)
+        rows, real = len(images), list[Tensor]()
+        size, shared = self._size(rows, "look"), self.coupled and self._pads and rows < self._rows
+        if size > rows or shared:
+            where = self._where(torch.arange(rows), size)
+            images = images[where.rows] if size > rows else images
+            real = [where.real] if shared else []
+        logits: Tensor = self._run("look", self._look, images, real)
         return logits[:rows]
 
     def _step(self, images: Tensor) -> Tensor:
@@ -237,11 +238,13 @@ class FastEngine(Engine):
         terms = replace(terms, batch=replace(terms.batch, images=pixels))
         every = torch.arange(self._rows)
         if sharp and host and not climbed:
-            where = self._where(every if self.coupled else chosen[0].nonzero()[:, 0], "climb")
+            index = every if self.coupled else chosen[0].nonzero()[:, 0]
+            where = self._where(index, self._size(len(index), "climb"))
             self._run("climb", self._climb, where, terms, state.theta, leaves=True)
         shared = self.coupled and not sharp  # statistics of the whole batch
         name = "descend with FATA" if plus else "descend"
-        where = self._where(every if shared else chosen.any(0).nonzero()[:, 0], name)
+        index = every if shared else chosen.any(0).nonzero()[:, 0]
+        where = self._where(index, self._size(len(index), name))
         given = (where, terms, perturb if plus else [], state.host, moving)
         self._take(self._run(name, self._descend, *given, leaves=True))
 
@@ -279,16 +282,20 @@ class FastEngine(Engine):
         rate = self.rate(self._rows) * state.watched.scale
         return Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
 
-    def _where(self, index: Tensor, name: str) -> Where:
-        """These rows, and as many copies of the first of them as a program needs to be full."""
-        rows, size = len(index), len(index)
-        if self._pads and 0 < rows <= self._rows:
-            part = -(-self._rows // PARTS)
-            size = min(self._rows, -(-rows // part) * part)
-            size = min(self._roomy(size, name), default=size)
+    def _size(self, rows: int, name: str) -> int:
+        """How many rows the program has that they go through."""
+        if not self._pads or not 0 < rows <= self._rows:
+            return rows
+        part = -(-self._rows // PARTS)
+        size = min(self._rows, -(-rows // part) * part)
+        return min(self._roomy(size, name), default=size)
+
+    def _where(self, index: Tensor, size: int) -> Where:
+        """These rows, and as many copies of the first of them as fill a program."""
+        rows, device = len(index), self.device
         index = torch.cat((index, index[:1].expand(size - rows)))
-        parts = index, torch.arange(size) < rows
-        return Where(*(part.to(self.device, non_blocking=True) for part in parts))
+        real = torch.arange(size) < rows
+        return Where(*(part.to(device, non_blocking=True) for part in (index, real)))
 
     def _roomy(self, size: int, name: str) -> list[int]:
         """Rows of compiled programs for this that would do: to compile takes a minute or more.

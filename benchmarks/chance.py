@@ -54,6 +54,10 @@ class Nudged(Workshop):
         return loaded
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(number) for number in text.split(",")]
+
+
 def main() -> None:
     """Run what is missing, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -63,7 +67,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", required=True, help="as deyo+fata")
     parser.add_argument("--domains", nargs="+", required=True)
     parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
-    parser.add_argument("--nudges", nargs="+", type=float, default=NUDGES)
+    parser.add_argument("--nudges", type=_numbers, default=NUDGES, help="as --nudges=0,-1e-3")
     parser.add_argument("--speed", default="exact")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)

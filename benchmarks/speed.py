@@ -127,7 +127,7 @@ class Looks:
 
     def of(self, adapter: fata.Adapter, images: Tensor) -> Call:
         """The adapter at that age; what it looks with is compiled by then."""
-        for running in (False, True):
+        for running in (False, True) if self.shared else (False,):
             for _ in range(WARM_GPU if images.is_cuda else 0):
                 adapter._engine.predict(images, running)
         watched = adapter._engine.state.watched
@@ -153,8 +153,12 @@ def guarded(track: Track, spec: str, looks: Looks) -> list[Line]:
             "with": partial(looks.of, watched, track.images),
         }
         ran = race(ways, track.images, track.rounds, looks.turn)
+        before = watched.counts["rows_witness"]
+        for _ in range(looks.turn):
+            ran["with"].call(track.images)
         if watched.guard.events:
             raise RuntimeError(f"the guard stepped in: {watched.guard.events}")
+        seen = watched.counts["rows_witness"] - before
         lines.append(
             {
                 "model": track.name,
@@ -163,7 +167,7 @@ def guarded(track: Track, spec: str, looks: Looks) -> list[Line]:
                 "without": ran["without"].per_second(len(track.images)),
                 "with": ran["with"].per_second(len(track.images)),
                 "costs": times(ran["with"], ran["without"]),
-                "looks": watched.counts["rows_witness"] / watched.counts["seen"],
+                "looks": seen / (looks.turn * len(track.images)),
             }
         )
     return lines

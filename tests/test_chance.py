@@ -25,7 +25,7 @@ def test_a_nudge_is_as_large_as_was_asked_for_and_always_the_same():
 def test_a_column_a_nudge_and_no_cell_twice(tmp_path, monkeypatch, capsys):
     model, domain, store = "mini_resnet_bn", "fog", tmp_path / "chance.db"
     asked = ["--model", model, "--methods", "norm", "--domains", domain, "--images", "64"]
-    nudges = ["--nudges", "0", "0.5", "--store", str(store)]
+    nudges = ["--nudges=0,-0.5", "--store", str(store)]
     tables = []
     for _ in range(2):
         monkeypatch.setattr(sys, "argv", ["chance", *asked, *nudges])

@@ -639,9 +639,9 @@ def test_garbage_stays_while_a_program_is_recorded(device):
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spec", ["tent+fata", "eata+fata", "sar+fata", "deyo+fata"])
 def test_a_step_waits_where_it_must_alone(net, spec, guard, device, monkeypatch):
-    """For the rows to gather, unless rows share statistics; SAR's rule and DeYO's look once more.
+    """For the rows to gather, but not TENT and EATA where rows share statistics.
 
-    With a guard it is a step between two looks.
+    SAR's rule and DeYO's look wait once more. With a guard it is a step between two looks.
     """
     fields = half_of_the_rows(net, spec)
     if spec == "tent+fata":
@@ -748,6 +748,22 @@ def test_a_row_that_is_not_finite_gets_the_plain_models_answer(
     for name in ("seen", "not_finite", "stepped", "dropped", "selected"):
         assert counts[0][name] == counts[1][name]
     assert counts[0]["not_finite"] == 1 + SIZES[3]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("net", "state"), [("resnet_bn", "running"), ("resnet_bn", "resting"), ("resnet_gn", "resting")]
+)
+def test_rows_that_are_not_finite_are_found_where_nothing_is_learned(net, state, device):
+    images = batches(device)[0]
+    images[2, 0, 0, 0] = torch.nan
+    runs = []
+    for speed in ("exact", "fast"):
+        adapter = fata.adapt(build(net).to(device), "tent", speed=speed, guard=True)
+        setattr(adapter._engine.state.watched, state, True)
+        runs.append((adapter(images)[[0, 1, 3]], adapter.counts["not_finite"]))
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-2, atol=1e-2)
+    assert runs[0][1] == runs[1][1] == 1
 
 
 @pytest.mark.parametrize("net", ["resnet_gn", "vit_ln"])

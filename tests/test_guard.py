@@ -904,3 +904,11 @@ def test_a_guarded_cell_is_another_cell_and_tells_what_was_done():
     result = workshop.run(guarded, lambda *_: None)
     assert [event["action"] for event in result["guard"]]
     assert result["counts"]["rows_witness"] > 0
+
+
+def test_a_copy_reads_no_number_that_is_still_on_its_way():
+    adapter = fata.adapt(fata.tiny.build("resnet_gn"), "tent")
+    adapter(torch.rand(4, 3, 16, 16))
+    here, there = (one._engine.watch._alarm for one in (adapter, copy.deepcopy(adapter)))
+    assert here._most is not None
+    assert there._most is None

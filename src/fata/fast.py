@@ -123,10 +123,14 @@ class FastEngine(Engine):
 
     @property
     def checks_pixels(self) -> bool:
-        """Where it learns by programs: what came of them can be undone when that is known."""
+        """Where it learns by programs: what came of them can be undone when that is known.
+
+        Not where rows share statistics on a CPU: there it is known at once.
+        """
         by_programs = not isinstance(self.method, OwnStep) and not self._looks_within
         watched = self.state.watched
-        return by_programs and bool(self.theta.names) and not (watched.resting or watched.running)
+        learns = bool(self.theta.names) and not (watched.resting or watched.running)
+        return by_programs and learns and (self._pads or not self.coupled)
 
     def move(self) -> None:
         """Follow the model to another device, where everything is recorded anew."""
@@ -185,11 +189,11 @@ class FastEngine(Engine):
         return told.logits
 
     def _at_once(self, given: Seen) -> Told:
-        """Where rows share statistics: one program, and no wait for it."""
+        """Where rows share statistics, and all learn at once: one program, and no wait for it."""
         fine = Later(given.images.isfinite().all())
         moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
         self.selected = told.host.rows, told.plus.rows
-        if not fine.read():  # there before the program, which runs by now, is done
+        if not fine.read():  # known while the program still runs
             raise NotFiniteError
         self.state.count(host=told.host.rows.sum(), plus=told.plus.rows.sum())
         self._take(moved)

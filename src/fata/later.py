@@ -1,4 +1,4 @@
-"""Numbers of the device's that are asked for later, when they are there: nobody waits for them."""
+"""Numbers of the device's that are read later, so that it has work meanwhile."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class Later:
-    """One number; what was launched before it is done when it is read, what follows is not."""
+    """One number; reading it waits for what was launched before it, not for what follows."""
 
     def __init__(self, number: Tensor) -> None:
         self._number, self._there = number, None
         if number.is_cuda:
             self._number = number.to("cpu", non_blocking=True)
             self._there = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._there.record()
+            self._there.record(torch.cuda.current_stream(number.device))
 
     def read(self) -> float:
         """The number."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -26,6 +27,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from fata.decompositions import TABLE
 
 OFTEN = 64  # calls after which a program is compiled
+_RECORDING = threading.Lock()
 
 Flat = Callable[..., Sequence[Tensor]]
 
@@ -239,14 +241,15 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _keeping_garbage() -> Iterator[None]:
-    """To drop a recording spoils the one at hand, and garbage may hold some."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    """To drop a recording spoils the one at hand, and garbage may hold some. One at a time."""
+    with _RECORDING:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _left(what: str, error: Exception) -> None:

@@ -1,5 +1,6 @@
 """The guard: silent where nothing is wrong, and back in time where something is."""
 
+import copy
 import dataclasses
 import sys
 import warnings

@@ -605,6 +605,13 @@ def test_trees_are_flattened_as_torch_does():
     assert len(programs) == len(trees)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("net", NETS)
+def test_a_gpu_that_is_not_the_current_one(net, full_precision):
+    run(net, "eata+fata", "fast", "cuda:0")
+    same(*(run(net, "eata+fata", speed, "cuda:1") for speed in ("exact", "fast")), "cuda:1")
+
+
 class Littering(torch.nn.Module):
     """Drops an adapter in the midst of a recording, so that only a collection ends it."""
 

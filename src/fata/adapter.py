@@ -161,7 +161,9 @@ class Adapter(nn.Module):
         """
         engine = self._live()
         engine.check(images)
-        with self._turns, torch.inference_mode(False), torch.enable_grad():
+        # Of several GPUs another may be the current one.
+        place = torch.cuda.device_of(images)  # type: ignore[no-untyped-call]
+        with self._turns, place, torch.inference_mode(False), torch.enable_grad():
             if images.is_inference():
                 images = images.clone()
             images = images.detach()

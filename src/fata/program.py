@@ -44,6 +44,13 @@ class Pools:
 
     def __init__(self) -> None:
         self._used: weakref.WeakValueDictionary[bool, Pool] = weakref.WeakValueDictionary()
+        self._stream: torch.cuda.Stream | None = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """To record on; torch's own is on the GPU that came first."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        return self._stream
 
     def of(self, compiled: bool) -> Pool:
         """The one in use, or a new one: torch takes none up again that was given back."""
@@ -170,12 +177,14 @@ class Program:
         graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
         pool = self.pools.of(compiled=self._flat is not None)
-        found = Found()
+        stream, found = self.pools.stream(own[0].device), Found()
         try:
             with (
                 _keeping_garbage(),
                 found if self._flat is None else nullcontext(),  # what is compiled holds its own
-                torch.cuda.graph(graph, pool=pool.handle, capture_error_mode="thread_local"),
+                torch.cuda.graph(
+                    graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"
+                ),
             ):
                 outputs = self._through(own)
         except RuntimeError as error:

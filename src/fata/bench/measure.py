@@ -82,7 +82,7 @@ class Clock:
     """Times of many pieces of work, which are not waited for one by one."""
 
     def __init__(self, device: torch.device, apart: float = 0.0) -> None:
-        self.cuda = device.type == "cuda"
+        self.device, self.cuda = device, device.type == "cuda"
         self._marks: list[Any] = []
         self._apart = [apart]
 
@@ -103,7 +103,7 @@ class Clock:
         begun, over = self._marks[::2], self._marks[1::2]
         pairs = zip(begun, over, strict=True)
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
             times = [a.elapsed_time(b) / 1e3 for a, b in pairs]
         else:
             times = [b - a for a, b in pairs]
@@ -115,7 +115,7 @@ class Clock:
     def _mark(self) -> None:
         if self.cuda:
             event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            event.record()
+            event.record(torch.cuda.current_stream(self.device))
             self._marks.append(event)
         else:
             self._marks.append(time.perf_counter())

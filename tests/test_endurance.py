@@ -186,7 +186,8 @@ def test_whatever_comes_in(case):
                 raise
             continue
         assert answers.shape == (rows, 10)
-        if fields["guard"] is None and spec != "cotta":  # whose answer is that of many views
+        joint = net == "resnet_bn" and fields.get("bn_stats") == "joint"  # z' moves clean rows
+        if fields["guard"] is None and not joint and spec != "cotta":  # which answers for views
             sane = clean.isfinite().all(1)
             torch.testing.assert_close(answers[sane], clean[sane], rtol=1e-3, atol=1e-4)
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -401,6 +401,7 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph", refused)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     with pytest.warns(UserWarning, match="cannot be recorded"):
         one._record([torch.zeros(2)])
     found = one._graph, one._inputs, one._outputs

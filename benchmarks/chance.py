@@ -25,7 +25,7 @@ from fata.bench.run import missing, run
 from fata.bench.store import Store
 from fata.bench.workshop import Workshop
 from fata.commands.bench import Show
-from fata.zoo import Loaded, Weights
+from fata.zoo import Loaded, Weights, ZooError
 
 NUDGES = (0, 1e-3, -1e-3, 2e-3)
 
@@ -54,25 +54,13 @@ class Nudged(Workshop):
         return loaded
 
 
-def _numbers(text: str) -> list[float]:
+def numbers(text: str) -> list[float]:
+    """With commas between."""
     return [float(number) for number in text.split(",")]
 
 
-def main() -> None:
-    """Run what is missing, print."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--data", default="embedded")
-    parser.add_argument("--fisher", default="embedded", help="clean images for EATA")
-    parser.add_argument("--methods", nargs="+", required=True, help="as deyo+fata")
-    parser.add_argument("--domains", nargs="+", required=True)
-    parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
-    parser.add_argument("--nudges", type=_numbers, default=NUDGES, help="as --nudges=0,-1e-3")
-    parser.add_argument("--speed", default="exact")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--store", type=Path, default=Path("chance.db"))
-    args = parser.parse_args()
+def table(args: argparse.Namespace) -> str:
+    """Run what is missing; a line a cell, a column a nudge."""
     store = Store(args.store)
     grid = Grid(
         models=(args.model,),
@@ -94,7 +82,28 @@ def main() -> None:
         for row, cell in zip(rows, cells, strict=True):
             row.append(accuracy.get(key(workshop.protocol(cell)), "failed"))
     head = ["cell", *(f"{by:+g}" if by else "as it is" for by in args.nudges)]
-    print(markdown(head, rows))
+    return markdown(head, rows)
+
+
+def main() -> None:
+    """Run, print."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", default="embedded")
+    parser.add_argument("--fisher", default="embedded", help="clean images for EATA")
+    parser.add_argument("--methods", nargs="+", required=True, help="as deyo+fata")
+    parser.add_argument("--domains", nargs="+", required=True)
+    parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
+    parser.add_argument("--nudges", type=numbers, default=NUDGES, help="as --nudges=0,-1e-3")
+    parser.add_argument("--speed", default="exact")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--store", type=Path, default=Path("chance.db"))
+    args = parser.parse_args()
+    try:
+        print(table(args))
+    except (ValueError, ZooError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -43,15 +43,16 @@ class Nudged(Workshop):
 
     by: float = 0
 
-    def model(self, name: str) -> Loaded:
-        """A model, changed when it was loaded."""
-        known = name in self._models
-        loaded = super().model(name)
-        if not known and self.by:
-            nudge(loaded.model, self.by)
-            weights = Weights.of(loaded.model, loaded.weights.tag, f"nudged by {self.by}")
-            loaded = self._models[name] = replace(loaded, weights=weights)
-        return loaded
+    def nudged(self, loaded: Loaded) -> Loaded:
+        """What was loaded, changed."""
+        if not self.by:
+            return loaded
+        nudge(loaded.model, self.by)
+        weights = Weights.of(loaded.model, loaded.weights.tag, f"nudged by {self.by}")
+        return replace(loaded, weights=weights)
+
+    def _load(self, name: str) -> Loaded:
+        return self.nudged(super()._load(name))
 
 
 def numbers(text: str) -> list[float]:

@@ -215,7 +215,7 @@ def held(*names: str) -> None:
     nothing is none.
     """
     free = {_cell(r): r for other in FREE for r in kept(other)}  # `fast` goes over `exact`
-    still = _still(free.values())
+    still = _still(free)
     found: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
     worse: list[tuple[Any, ...]] = []
     for record in (record for name in names for record in kept(name)):
@@ -248,14 +248,13 @@ def held(*names: str) -> None:
         print(*cell)
 
 
-def _still(records: Iterable[Record]) -> dict[tuple[str, ...], float]:
+def _still(free: dict[tuple[str, ...], Record]) -> dict[tuple[str, ...], float]:
     """The best of not adapting, by all of a cell but its method."""
     found: dict[tuple[str, ...], float] = {}
-    for record in records:
-        model, method, *at = _cell(record)
-        place = (model, *at)
+    for (model, method, *place), record in free.items():
         if method in ("source", "norm"):
-            found[place] = max(found.get(place, 0), record.result["accuracy"])
+            at = (model, *place)
+            found[at] = max(found.get(at, 0), record.result["accuracy"])
     return found
 
 

@@ -18,13 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import fata
-from benchmarks.chance import nudge
+from benchmarks.chance import Nudged
 from fata.bench.formats import markdown
 from fata.bench.grid import Grid
 from fata.bench.run import missing, run
 from fata.bench.store import Store
 from fata.bench.tables import comparisons
-from fata.bench.workshop import Workshop
 from fata.commands.bench import Show
 from fata.zoo import Loaded, Preprocess, Weights
 
@@ -34,35 +33,23 @@ HOSTS = ("tent", "eata:fisher_alpha=0", "sar", "deyo")
 
 
 @dataclass
-class Assets(Workshop):
+class Assets(Nudged):
     """A workshop that also knows the networks of a folder."""
 
     folder: str = ""
-    nudge: float = 0  # relative change of the weights, at random
 
-    def model(self, name: str) -> Loaded:
-        """A network of the folder, or any other."""
+    def _load(self, name: str) -> Loaded:
         if name not in RATES:
-            return super().model(name)
-        if name not in self._models:
-            spec = importlib.util.spec_from_file_location("load", Path(self.folder) / "load.py")
-            assert spec is not None
-            assert spec.loader is not None
-            load: Any = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(load)
-            statistics = getattr(load, STATISTICS[name])
-            network = getattr(load, name)().to(self.device)
-            nudge(network, self.nudge)
-            loaded = Loaded(
-                name,
-                network,
-                Preprocess(resize=224, size=224, interpolation="bilinear", **statistics),
-                1000,
-                Weights.of(network, name, "assets"),
-            )
-            self._models.clear()
-            self._models[name] = loaded
-        return self._models[name]
+            return super()._load(name)
+        spec = importlib.util.spec_from_file_location("load", Path(self.folder) / "load.py")
+        assert spec is not None
+        assert spec.loader is not None
+        load: Any = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(load)
+        statistics, network = getattr(load, STATISTICS[name]), getattr(load, name)()
+        use = Preprocess(resize=224, size=224, interpolation="bilinear", **statistics)
+        weights = Weights.of(network, name, "assets")
+        return self.nudged(Loaded(name, network, use, 1000, weights))
 
 
 def methods(rates: tuple[float, ...]) -> tuple[str, ...]:
@@ -98,7 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--store", type=Path, default=Path("imagenet.db"))
     args = parser.parse_args()
-    store, workshop = Store(args.store), Assets(args.device, folder=args.assets, nudge=args.nudge)
+    store, workshop = Store(args.store), Assets(args.device, folder=args.assets, by=args.nudge)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "imagenet-pictures"
         for file in sorted(Path(args.assets).glob("*.tar")):

@@ -74,14 +74,14 @@ class Workshop:
         if name not in self._models:
             self._leave()
             self._models.clear()
-            asked = _WITH_PROTOCOL.fullmatch(name)
-            if asked:
-                loaded = zoo.load(asked["name"], protocol=asked["protocol"])
-            else:
-                loaded = zoo.load(name)
+            loaded = self._load(name)
             loaded.model.to(self.device)
             self._models[name] = loaded
         return self._models[name]
+
+    def _load(self, name: str) -> Loaded:
+        asked = _WITH_PROTOCOL.fullmatch(name)
+        return zoo.load(asked["name"], protocol=asked["protocol"]) if asked else zoo.load(name)
 
     def data(self, spec: str, model: str) -> Dataset:
         """A data set, with the pictures that a model takes; models alike share it."""

@@ -11,8 +11,10 @@ computing it are not to be told apart there.
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 
 import torch
 from torch import nn
@@ -61,7 +63,7 @@ def numbers(text: str) -> list[float]:
 
 
 def table(args: argparse.Namespace) -> str:
-    """Run what is missing; a line a cell, a column a nudge."""
+    """Run what is missing; a line a cell, a column a nudge, and what they are on average."""
     store = Store(args.store)
     grid = Grid(
         models=(args.model,),
@@ -73,16 +75,20 @@ def table(args: argparse.Namespace) -> str:
         speed=args.speed,
     )
     cells = list(grid.cells(fata.data.open))
-    rows = [[f"{cell.method}, {cell.domains[0]}"] for cell in cells]
+    found: list[list[float]] = [[] for _ in cells]
     for by in args.nudges:
         workshop = Nudged(args.device, fisher=args.fisher, by=by)
         tasks = missing(cells, store, workshop, again=False)
         with Show(len(tasks)) as watcher:
             run(tasks, store, workshop, watcher, args.jobs)
-        accuracy = {record.key: f"{record.result['accuracy']:.2f}" for record in store}
-        for row, cell in zip(rows, cells, strict=True):
-            row.append(accuracy.get(key(workshop.protocol(cell)), "failed"))
-    head = ["cell", *(f"{by:+g}" if by else "as it is" for by in args.nudges)]
+        accuracy = {record.key: record.result["accuracy"] for record in store}
+        for own, cell in zip(found, cells, strict=True):
+            own.append(accuracy.get(key(workshop.protocol(cell)), math.nan))
+    head = ["cell", *(f"{by:+g}" if by else "as it is" for by in args.nudges), "mean"]
+    rows = [
+        [f"{cell.method}, {cell.domains[0]}", *(f"{one:.2f}" for one in (*own, mean(own)))]
+        for cell, own in zip(cells, found, strict=True)
+    ]
     return markdown(head, rows)
 
 

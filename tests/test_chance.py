@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 from benchmarks import chance
 
@@ -31,7 +32,8 @@ def test_a_column_a_nudge_and_no_cell_twice(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["chance", *asked, *nudges])
         chance.main()
         tables.append(capsys.readouterr().out.splitlines())
-    name, plain, far = tables[0][-1].strip("| ").split(" | ")
+    name, plain, far, average = tables[0][-1].strip("| ").split(" | ")
     assert name == "norm, fog"
     assert float(plain) > 60 > float(far)
+    assert float(average) == pytest.approx((float(plain) + float(far)) / 2, abs=0.01)
     assert tables[1] == tables[0][-3:]  # what was run is not run again

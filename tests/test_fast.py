@@ -770,7 +770,7 @@ def test_rows_that_are_not_finite_are_found_where_nothing_is_learned(net, state,
         adapter = fata.adapt(build(net).to(device), "tent", speed=speed, guard=True)
         setattr(adapter._engine.state.watched, state, True)
         runs.append((adapter(images)[[0, 1, 3]], adapter.counts["not_finite"]))
-    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(runs[0][0], runs[1][0], rtol=0.05, atol=0.05)
     assert runs[0][1] == runs[1][1] == 1
 
 

@@ -36,6 +36,7 @@ from benchmarks import share as shares
 from benchmarks.race import WARM, wait
 from benchmarks.share import Share
 from benchmarks.speed import SPECS, conditions, markdown
+from fata.bench.cost import Macs, passes
 from fata.bench.measure import measure
 from fata.bench.shelf import Shelf, free_memory
 from fata.bench.workshop import Workshop
@@ -136,7 +137,8 @@ def run(args: argparse.Namespace, folder: Path) -> Busy:
     turns = TURNS * held if every.is_cuda else held
     alone = seconds(lambda: [adapter(images) for images in turns])
     before = adapter.counts["selected"]
-    taken = seconds(lambda: bench(adapter, loaded, stream, device, args.workers))
+    macs = passes(adapter, every[:1])  # `fata bench` counts a model once, not for every cell
+    taken = seconds(lambda: bench(adapter, loaded, stream, device, macs, args.workers))
     chosen = {term: count - before[term] for term, count in adapter.counts["selected"].items()}
     decoding = seconds(lambda: [None for _ in stream.serve(device, workers=args.workers)])
     return Busy(
@@ -152,13 +154,14 @@ def bench(
     loaded: Loaded,
     stream: Stream,
     device: torch.device,
+    macs: tuple[Macs, Macs],
     workers: int | None,
 ) -> None:
     """What `fata bench` does for one cell, from the files to its result."""
     shelf = Shelf(int(Workshop.share * free_memory(device)))
     decoded = shelf.begin(stream, loaded.preprocess.size, device, workers)()
     batches = serve.batches(stream, decoded, device, skip_damaged=False)
-    measure(adapter, loaded, stream, batches, device, lambda *_: None)
+    measure(adapter, loaded, stream, batches, device, macs, lambda *_: None)
 
 
 def table(args: argparse.Namespace, found: Busy) -> str:

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import fata
 from fata.bench import summary
 from fata.bench.cell import Cell, key
+from fata.bench.cost import passes
 from fata.bench.grid import Grid, GridError, read
 from fata.bench.run import missing, run
 from fata.bench.store import Store, StoreError
@@ -376,6 +377,31 @@ def test_fast_cells_alike_share_an_adapter_and_what_it_recorded(monkeypatch):
     assert len(made) == 1
     told(workshop, [cell(0, "exact"), cell(0, method="tent"), cell(0, method="tent")])
     assert len(made) == 3
+
+
+def test_operations_are_counted_once_for_what_takes_as_many(monkeypatch):
+    workshop, counted, real = Workshop(), [], passes
+    monkeypatch.setattr("fata.bench.workshop.passes", lambda *g: counted.append(1) or real(*g))
+    times = []
+    for method in ("deyo", "tent", "deyo+fata", "sar+fata", "norm", "eata:fisher_alpha=0", "source"):
+        (cell,) = cells_of(methods=(method,), domains=("fog",))
+        own = Workshop().run(cell, lambda *_: None)["macs"]
+        counted.clear()
+        assert workshop.run(cell, lambda *_: None)["macs"] == own
+        times.append(len(counted))
+    # a host's reference, its tail is another with FATA; norm and source learn nothing, EATA more
+    assert times == [1, 0, 1, 0, 1, 1, 0]
+
+
+def test_progress_tells_how_many_were_right_so_far(workshop, monkeypatch):
+    """Of half a second ago, so that nobody waits for the device."""
+    clock = iter(range(100))
+    monkeypatch.setattr("fata.bench.measure.time.perf_counter", lambda: next(clock))
+    (cell,) = cells_of(methods=("norm",), domains=("fog",), images=64)
+    told = []
+    result = workshop.run(cell, lambda *now: told.append(now))
+    assert [seen for seen, _ in told] == list(range(8, 64, 8))
+    assert result["accuracy"] - 100 / 8 <= 100 * told[-1][1] * 56 / 64 <= result["accuracy"]
 
 
 def test_a_workshop_sent_to_a_process_sets_the_precision_there():

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from fata.adapter import Adapter
-from fata.bench.cost import effective, passes
+from fata.bench.cost import Macs, effective
 from fata.bench.summary import Rows, summary
 from fata.data import Samples, Stream
+from fata.later import Later
 from fata.losses import entropy
 from fata.zoo import Loaded
 
@@ -29,19 +30,22 @@ def measure(
     stream: Stream,
     batches: Iterable[Samples],
     device: torch.device,
+    macs: tuple[Macs, Macs],
     tick: Tick,
 ) -> dict[str, Any]:
-    """Run a stream through an adapter; what the results store keeps of it."""
+    """Run a stream through an adapter; what the results store keeps of it.
+
+    `macs` are what a pass over the network takes, and over the tail: see `cost.passes`.
+    """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    size = loaded.preprocess.size
-    whole, tail = passes(adapter, torch.rand(1, 3, size, size, device=device))
     parts: list[list[Tensor]] = []
     damaged: list[str] = []
     domains: list[str] = []  # of each row
     compiled = adapter.compile_seconds
     clock = Clock(device, compiled)
     right = torch.zeros((), dtype=torch.int64, device=device)
+    known: tuple[int, int, Later] | None = None  # rows seen, those had here, the right ones of them
     group, index = adapter.group, [torch.empty(0, dtype=torch.int64)]  # rows that are had here
     seen, told = 0, time.perf_counter()
     for batch in batches:
@@ -51,14 +55,16 @@ def measure(
         logits = adapter(images)
         clock.stop(adapter.compile_seconds)
         parts.append(_columns(logits, batch.labels[part], adapter.selected))
-        right += parts[-1][0].eq(parts[-1][1]).sum()
+        right = right + parts[-1][0].eq(parts[-1][1]).sum()
         damaged += batch.damaged
         domains += map(str, batch.domains)
         index.append(seen + torch.arange(len(batch.images))[part])
         seen += len(batch.images)
-        if time.perf_counter() - told > 0.5:  # a figure waits for the device
+        if time.perf_counter() - told > 0.5:
             told = time.perf_counter()
-            tick(seen, right.item() / max(1, sum(map(len, index))))  # a rank may have had none
+            if known is not None:
+                tick(known[0], known[2].read() / max(1, known[1]))  # a rank may have had none
+            known = seen, sum(map(len, index)), Later(right)
     columns = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     rows = Rows(*(group.whole(column, torch.cat(index), seen) for column in columns))
     counts = adapter.counts
@@ -69,7 +75,7 @@ def measure(
         "damaged": len(damaged),
         "counts": counts,
         "guard": [dataclasses.asdict(e) for e in adapter.guard.events] if adapter.guard else None,
-        "macs": dataclasses.asdict(effective(counts, whole, tail)),
+        "macs": dataclasses.asdict(effective(counts, *macs)),
         "seconds": sum(times),
         "compile_seconds": adapter.compile_seconds - compiled,
         "latency": {name: _quantile(times, share) for name, share in (("p50", 0.5), ("p95", 0.95))},

@@ -7,13 +7,11 @@ from functools import partial
 from itertools import pairwise
 from statistics import fmean, mean
 
-import torch
-
 from fata.adapter import adapt
 from fata.augment import Fata
 from fata.bench.beside import GAIN, PLAIN, Pair, Sheet
 from fata.bench.cell import key
-from fata.bench.cost import paper, passes
+from fata.bench.cost import paper
 from fata.bench.paper import table
 from fata.bench.reproduce import Experiment, Plan
 from fata.bench.store import Record, Store
@@ -86,11 +84,10 @@ def _gmacs(one: Experiment, plan: Plan, workshop: Workshop) -> dict[str, float]:
     """Of each row, on the network that is run, as the paper counts; where its table has them."""
     if GMACS not in one.numbers.columns:
         return {}
-    loaded = workshop.model(plan.slots[0].cell.model)
-    size = loaded.preprocess.size
-    adapter = adapt(loaded.model, "fata")
+    model = plan.slots[0].cell.model
+    adapter = adapt(workshop.model(model).model, "fata")
     try:
-        whole, tail = passes(adapter, torch.rand(1, 3, size, size, device=workshop.device))
+        whole, tail = workshop.macs(model, adapter)
     finally:
         adapter.unwrap()
     return {row: paper(row, whole, tail) / 1e9 for row in one.methods}

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from fata import zoo
 from fata.adapter import Adapter
 from fata.bench.cell import FISHER_IMAGES, Cell
+from fata.bench.cost import Macs, passes
 from fata.bench.measure import Tick, measure
 from fata.bench.shelf import Shelf, free_memory
 from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, stream
@@ -53,6 +54,9 @@ class Workshop:
     _models: dict[str, Loaded] = field(default_factory=dict, init=False, repr=False)
     _data: dict[tuple[Any, ...], Dataset] = field(default_factory=dict, init=False, repr=False)
     _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+    _macs: dict[tuple[Any, ...], tuple[Macs, Macs]] = field(
         default_factory=dict, init=False, repr=False
     )
     _shelf: Shelf | None = field(default=None, init=False, repr=False)
@@ -116,16 +120,26 @@ class Workshop:
             self._look_ahead(following)
         device = torch.device(self.device)
         adapter = self._adapter(cell, loaded)
+        macs = self.macs(cell.model, adapter)
         level = log.level
         log.setLevel(logging.ERROR)  # what the guard did is in the results
         try:
             batches = serve.batches(stream, decoded, device, self.skip_damaged)
-            return measure(adapter, loaded, stream, batches, device, tick)
+            return measure(adapter, loaded, stream, batches, device, macs, tick)
         finally:
             log.setLevel(level)
             adapter.reset()
             if cell.speed == "exact":
                 self._leave()
+
+    def macs(self, model: str, adapter: Adapter) -> tuple[Macs, Macs]:
+        """What a pass over a model takes, and over the tail behind an adapter's layer; once."""
+        learned = frozenset(n for n, p in adapter.model.named_parameters() if p.requires_grad)
+        at = (model, adapter.layer, learned)
+        if at not in self._macs:
+            size = self.model(model).preprocess.size
+            self._macs[at] = passes(adapter, torch.rand(1, 3, size, size, device=self.device))
+        return self._macs[at]
 
     def _adapter(self, cell: Cell, loaded: Loaded) -> Adapter:
         """A new one; of a fast cell the last one's, if it was alike: it has recorded its passes."""

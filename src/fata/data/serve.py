@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -253,7 +254,11 @@ def _cores() -> int:
 
 
 def _quiet(worker: int) -> None:
-    """A worker leaves Ctrl-C and the processor to the process that serves, and oddities unsaid."""
+    """A worker leaves Ctrl-C and the processor to the process that serves, and oddities unsaid.
+
+    It looks for garbage among its own objects alone: memory that is looked at is copied.
+    """
+    gc.freeze()
     if hasattr(os, "nice"):
         os.nice(5)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

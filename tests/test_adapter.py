@@ -1,6 +1,8 @@
 """Any input that the model takes; and for what it cannot take, a message that helps."""
 
+import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -93,6 +95,21 @@ def test_dropout_stays_off_in_either_mode():
     model = trained.unwrap()
     assert model.training
     assert model.drop.training
+
+
+@pytest.mark.parametrize("spec", ["source", "tent"])
+def test_the_models_own_train_changes_nothing(spec):
+    """Neither answers nor running statistics."""
+    model = nn.Sequential(network("resnet_bn"), nn.Dropout(0.5))
+    running = model[0].bn1.running_mean.clone()
+    adapted = fata.adapt(model, spec, guard=None)
+    with adapted.frozen():
+        before = adapted(images(8))
+        model.train()
+        assert torch.equal(adapted(images(8)), before)
+    model.train()
+    adapted(images(8))
+    assert torch.equal(model[0].bn1.running_mean, running)
 
 
 def test_outputs_with_logits():
@@ -406,9 +423,41 @@ def test_batchnorm_called_by_keyword():
 
 def test_one_adapter_a_model():
     adapted = adapter()
-    with pytest.raises(ValueError, match=r"another adapter has this model: call unwrap\(\)"):
+    with pytest.raises(ValueError, match=r"another adapter has this model.*: call unwrap\(\)"):
         fata.adapt(adapted.model, "tent")
-    fata.adapt(adapted.unwrap(), "tent")
+    model = adapted.unwrap()
+    around = fata.adapt(nn.Sequential(model), "tent")
+    for other in (model, nn.Sequential(nn.Identity(), model)):
+        with pytest.raises(ValueError, match="or a part of it"):
+            fata.adapt(other, "tent")
+    around.unwrap()
+    fata.adapt(model, "tent")
+
+
+@pytest.mark.parametrize("net", ["resnet_bn", "resnet_gn"])
+def test_a_copy_goes_on_by_itself(net):
+    """Bit for bit, and it gives its own model back, not the first one's."""
+    model = network(net).train()
+    first = fata.adapt(model, "deyo+fata", guard=fata.Guard())
+    first(images(16, seed=1))
+    twin = copy.deepcopy(first)
+    for seed in (2, 3):
+        assert torch.equal(first(images(16, seed=seed)), twin(images(16, seed=seed)))
+    with pytest.raises(ValueError, match="another adapter has this model"):
+        fata.adapt(twin.model, "tent")
+    plain = twin.unwrap()
+    assert plain.training
+    assert not any(m._forward_pre_hooks for m in plain.modules())
+    assert all(p.requires_grad for p in plain.parameters())
+    assert fata.adapt(plain, "tent")(images(4)).isfinite().all()
+    before = first.counts["seen"]
+    first(images(16, seed=4))
+    assert first.counts["seen"] == before + 16
+
+
+def test_an_adapter_is_saved_and_not_pickled():
+    with pytest.raises(TypeError, match=r"save\(path\) writes its state"):
+        pickle.dumps(adapter())
 
 
 def test_fata_belongs_beside_a_host_and_once():

@@ -156,6 +156,8 @@ def test_fields_and_options_are_read_off_the_names():
         ({"methods": ("tent:lr=-1",)}, "positive number"),
         ({"seeds": 0}, "at least 1"),
         ({"methods": ()}, "methods: give at least one"),
+        ({"methods": ("tent", "tent")}, "methods: .* each once"),
+        ({"methods": ("nowhere:Mine:lr=1",)}, "No module named 'nowhere'"),
         ({"domains": ("fgo",)}, "Did you mean 'fog'"),
     ],
 )
@@ -383,7 +385,15 @@ def test_operations_are_counted_once_for_what_takes_as_many(monkeypatch):
     workshop, counted, real = Workshop(), [], passes
     monkeypatch.setattr("fata.bench.workshop.passes", lambda *g: counted.append(1) or real(*g))
     times = []
-    for method in ("deyo", "tent", "deyo+fata", "sar+fata", "norm", "eata:fisher_alpha=0", "source"):
+    for method in (
+        "deyo",
+        "tent",
+        "deyo+fata",
+        "sar+fata",
+        "norm",
+        "eata:fisher_alpha=0",
+        "source",
+    ):
         (cell,) = cells_of(methods=(method,), domains=("fog",))
         own = Workshop().run(cell, lambda *_: None)["macs"]
         counted.clear()

@@ -65,6 +65,34 @@ def test_an_impure_method_fails_and_is_told_why(call):
     assert "memory 'calls' after select" in " ".join(result.output.split())
 
 
+def test_a_method_of_ones_own_is_compared_with_others(call):
+    """In this process and in others; FATA's gain over it is told."""
+    methods = "mine:Sure,mine:Sure+fata,mine:Sure:quantile=0.2,tent"
+    grid = ("--model", "mini_resnet_gn", "--domains", "fog", "--images", "32", "--batch-size", "16")
+    result = call("bench", *grid, "--methods", methods, "--jobs", "2")
+    assert result.exit_code == 0, result.output
+    for name in ("tent", "mine:Sure quantile=0.6", "mine:Sure+fata", "mine:Sure quantile=0.2"):
+        assert name in result.output
+    adapted = fata.adapt(fata.tiny.build("resnet_gn"), "mine:Sure+fata", quantile=0.3)
+    assert (adapted.name, adapted.method.quantile) == ("sure+fata", 0.3)
+
+
+@pytest.mark.parametrize("more", [["--dry-run"], []])
+def test_bench_tells_of_fields_that_the_network_refuses(call, more):
+    grid = ("--model", "mini_resnet_gn", "--domains", "fog", "--images", "16")
+    result = call("bench", *grid, "--methods", "fata:layer=nowhere", *more)
+    assert result.exit_code in (1, 2)
+    assert "nowhere" in result.output
+    assert isinstance(result.exception, SystemExit)
+
+
+def test_bench_again_tells_what_it_runs_again(call):
+    grid = ("--model", "mini_resnet_gn", "--domains", "fog", "--images", "16")
+    assert "1 cell, 0 of them in" in call("bench", *grid, "--methods", "source").output
+    result = call("bench", *grid, "--methods", "source,norm", "--again", "--dry-run")
+    assert "2 cells, 1 of them in results.db, 1 of which are run again" in result.output
+
+
 def test_check_knows_its_networks(call):
     result = call("check", "mine:Sure", "--net", "resnet")
     assert result.exit_code == 2

@@ -285,6 +285,34 @@ def test_normalised_images_need_mean_and_std_for_views():
     assert fine(space.back(pixels)).isfinite().all()
 
 
+@pytest.mark.parametrize(
+    ("mean", "std"),
+    [
+        ((0.5,) * 3, None),
+        ((0.5,) * 3, (0.2, 0.2, 0.0)),
+        ((0.5,) * 3, (0.2, -0.2, 0.2)),
+        ((0.5,) * 2, (0.2,) * 3),
+        (0.5, 0.2),
+    ],
+)
+@pytest.mark.parametrize("spec", ["cotta", "memo"])
+def test_means_and_deviations_that_nothing_can_have(spec, mean, std):
+    with pytest.raises((TypeError, ValueError), match="mean"):
+        fata.adapt(network("resnet_gn"), spec, mean=mean, std=std)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (images(4).mul(255).byte(), r"uint8: give pixels in \[0, 1\]"),
+        (images(4)[:, :1], r"of 3 channels: give \(rows, 3, height, width\)"),
+    ],
+)
+def test_images_that_cannot_be_normalised(wrong, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Pixels((0.5,) * 3, (0.2,) * 3).back(wrong)
+
+
 def replica(model, images, theta):
     """Logits of a model at other weights, as a function of them."""
     return torch.func.functional_call(model, theta, (images,))

@@ -228,6 +228,8 @@ def test_more_images_than_there_are():
         ("normal", {"severity": "5"}, "severity='5'.*whole number"),
         ("normal", {"seed": 1.5}, "seed=1.5.*whole number"),
         ("normal", {"images": 0}, "images=0"),
+        ("normal", {"images": 2.5}, "images=2.5.*whole number"),
+        ("normal", {"batch_size": 2.5}, "batch_size=2.5.*whole number"),
         ("normal", {"batch_size": 0}, "batch_size=0"),
     ],
 )

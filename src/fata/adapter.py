@@ -8,12 +8,14 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from copy import deepcopy
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.parameter import UninitializedParameter
 
 from fata import state as states
 from fata.augment import Fata
@@ -29,7 +31,7 @@ from fata.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate
 
 SPEEDS = {"exact": Engine, "fast": FastEngine}
-_ADAPTED: WeakSet[nn.Module] = WeakSet()  # models that an adapter has now
+_ADAPTED: WeakSet[nn.Module] = WeakSet()  # modules that an adapter has now
 
 
 class _Turns:
@@ -146,10 +148,7 @@ class Adapter(nn.Module):
                 _release(engine, self._modes, self._flags)
                 raise
         self._engine = engine
-        _ADAPTED.add(model)
-        # Forgotten without unwrap(), an adapter must not keep the model for ever.
-        self._release = weakref.finalize(self, _release, engine, self._modes, self._flags)
-        self._release.atexit = False
+        self._hold(engine)
 
     # -- predicting ---------------------------------------------------------------------------
 
@@ -167,6 +166,8 @@ class Adapter(nn.Module):
             if images.is_inference():
                 images = images.clone()
             images = images.detach()
+            if self.model.training:  # somebody has called its train()
+                self.model.eval()
             learning = not self._frozen
             answer = engine.step if learning else engine.answer
             if learning and len(images) and engine.checks_pixels:
@@ -385,6 +386,29 @@ class Adapter(nn.Module):
 
     # -- inside -------------------------------------------------------------------------------
 
+    def _hold(self, engine: Engine) -> None:
+        """The model is this adapter's; forgotten without unwrap(), it must not keep it for ever."""
+        _ADAPTED.update(_holding(engine.model))
+        self._release = weakref.finalize(self, _release, engine, self._modes, self._flags)
+        self._release.atexit = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adapter:
+        """An adapter of its own, with a copy of the model, that goes on from here."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        with self._turns:
+            own = {name: part for name, part in self.__dict__.items() if name != "_release"}
+            twin.__dict__.update(deepcopy(own, memo))
+        if twin._engine is not None:
+            twin._hold(twin._engine)
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled."""
+        raise TypeError(
+            "an adapter cannot be pickled: save(path) writes its state, and load(path) goes on "
+            "from it in an adapter made alike."
+        )
+
     def _live(self) -> Engine:
         if self._engine is None:
             raise states.StateError("this adapter was unwrapped; make a new one with fata.adapt")
@@ -407,7 +431,14 @@ def _release(
         module.training = training
     for parameter, requires_grad in flags:
         parameter.requires_grad_(requires_grad)
-    _ADAPTED.discard(engine.model)
+    for module in _holding(engine.model):
+        _ADAPTED.discard(module)
+
+
+def _holding(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, and what in it has weights."""
+    yield model
+    yield from (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
 
 
 def _spread(selected: tuple[Tensor, Tensor] | None, finite: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -473,13 +504,15 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(model, Adapter):
         raise TypeError("model is an Adapter already; call unwrap() on it first.")
-    if model in _ADAPTED:
+    if any(module in _ADAPTED for module in _holding(model)):
         raise ValueError(
-            "another adapter has this model: call unwrap() on that one first (reset() before, for "
-            "the source weights), or give a copy of the model."
+            "another adapter has this model, or a part of it: call unwrap() on that one first "
+            "(reset() before, for the source weights), or give a copy of the model."
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be adapted; give the nn.Module it came from.")
+    if any(isinstance(parameter, UninitializedParameter) for parameter in model.parameters()):
+        raise ValueError("the model has lazy layers: run a batch through it first.")
     if any(tensor.is_inference() for tensor in model.parameters()):
         raise ValueError(
             "the model was made inside torch.inference_mode(), so its parameters can never learn; "

@@ -39,6 +39,10 @@ class Alone:
     rank, size, sums = 0, 1, 0  # sums: that this rank came to
     real = True  # what is passed counts; false for a stand-in
 
+    def __deepcopy__(self, memo: object) -> Alone:
+        """A copy of an adapter shares its batches with the same ranks."""
+        return self
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks; no gradient flows through it."""
         return tensor
@@ -130,9 +134,6 @@ class Group(Alone):
         if group not in _GROUPS:
             _GROUPS[group] = cls(group) if dist.get_world_size(group) > 1 else ALONE
         return _GROUPS[group]
-
-    def __deepcopy__(self, memo: object) -> Group:
-        return self
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks; no gradient flows through it."""

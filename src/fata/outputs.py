@@ -22,8 +22,9 @@ def logits_of(output: Any, rows: int) -> Tensor:
     if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != rows:
         shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         raise ValueError(
-            f"the model must map {rows} images to logits of shape ({rows}, classes), or to an "
-            f"object with such `.logits`; it gave {type(output).__name__}{shape}."
+            f"the model must map {rows} images to logits of shape ({rows}, classes), to a tuple "
+            f"led by them, or to an object or dict that has them as `logits`; it gave "
+            f"{type(output).__name__}{shape}."
         )
     if found.shape[1] < 2:
         raise ValueError(

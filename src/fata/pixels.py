@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,17 @@ class Pixels:
     std: Sequence[float] | None
 
     def __post_init__(self) -> None:
-        """Refuse a mean without a std."""
+        """Refuse what nothing can be normalised with."""
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std: give both, or neither for images in [0, 1].")
-        for values in (self.mean, self.std):
-            if isinstance(values, int | float):
-                raise TypeError("mean and std: give a number a channel, such as (0.5, 0.5, 0.5).")
+        if self.mean is None or self.std is None:
+            return
+        if isinstance(self.mean, int | float) or isinstance(self.std, int | float):
+            raise TypeError("mean and std: give a number a channel, such as (0.5, 0.5, 0.5).")
+        if len(self.mean) != len(self.std) or not all(0 < s < math.inf for s in self.std):
+            raise ValueError(
+                f"mean={self.mean!r}, std={self.std!r}: give as many of each, and std above 0."
+            )
 
     def of(self, images: Tensor) -> Tensor:
         """Pixels of images; refuses images that are plainly not in [0, 1]."""
@@ -47,6 +53,13 @@ class Pixels:
 
     @staticmethod
     def _column(values: Sequence[float], like: Tensor) -> Tensor:
+        if not like.is_floating_point():
+            raise TypeError(f"images are {like.dtype}: give pixels in [0, 1], as images / 255.")
+        if like.shape[-3:-2] != (len(values),):
+            raise ValueError(
+                f"images of shape {tuple(like.shape)} with the mean and std of {len(values)} "
+                f"channels: give (rows, {len(values)}, height, width)."
+            )
         column = torch.tensor(values, dtype=like.dtype)[:, None, None]
         return column.to(like.device, non_blocking=True)  # made on a GPU it would be waited for
 

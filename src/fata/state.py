@@ -143,7 +143,8 @@ def _refuse_other(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     if mine["source"] != other["source"]:
         raise StateError(
             f"the state belongs to a model with other source weights ({other['source'][:8]}...) "
-            f"than this one ({mine['source'][:8]}...)"
+            f"than this one ({mine['source'][:8]}...), or with other names for them, as they have "
+            f"inside DataParallel or torch.compile"
         )
 
 

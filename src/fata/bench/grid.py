@@ -16,7 +16,7 @@ from fata.adapter import SPEEDS
 from fata.bench.cell import RESETTING, Cell
 from fata.data import Dataset
 from fata.data.scenarios import SCENARIOS
-from fata.methods import parse
+from fata.methods import SPECS, parse
 from fata.presets import check_rate
 from fata.structure import near
 
@@ -32,7 +32,8 @@ class Grid:
     Args:
         models: names for `fata.zoo.load`, with a protocol where wanted: `vit_base@sar`.
         data: specs for `fata.data.open`.
-        methods: specs, each with fields where wanted: `eata+fata:sigma=0.5:lr=1e-3`.
+        methods: specs, each with fields where wanted: `eata+fata:sigma=0.5:lr=1e-3`; one's own
+            as `my_module:MyMethod`.
         scenarios: names for `fata.stream`, each with options: `label-shift:ratio=1000`.
         domains: corruptions or folders; None: the benchmark's 15, or all folders.
         severities: of the corruptions.
@@ -64,8 +65,9 @@ class Grid:
         if self.seeds < 1:
             raise GridError(f"seeds={self.seeds}: must be at least 1.")
         for name in ("models", "data", "methods", "scenarios", "severities"):
-            if not getattr(self, name):
-                raise GridError(f"{name}: give at least one.")
+            given = getattr(self, name)
+            if not given or len(set(given)) < len(given):
+                raise GridError(f"{name}: give at least one, and each once.")
         if self.speed not in SPEEDS:
             raise GridError(f"speed={self.speed!r}: choose from {', '.join(SPEEDS)}.")
         methods = [_method(method) for method in self.methods]
@@ -132,8 +134,14 @@ def _parsed(path: Path) -> Any:
 
 
 def _method(text: str) -> tuple[str, dict[str, Any]]:
-    """A spec and its fields, of which the rate is one; refuses what no method has."""
-    spec, fields = _with_fields(text)
+    """A spec and its fields, of which the rate is one; refuses what no method has.
+
+    A method of one's own is `my_module:MyMethod`, and its fields behind that.
+    """
+    module, _, rest = text.partition(":")
+    own = rest and "=" not in rest.partition(":")[0] and module not in SPECS
+    spec, fields = _with_fields(rest if own else text)
+    spec = f"{module}:{spec}" if own else spec
     try:
         check_rate(fields.get("lr"))
         parse(spec, **{k: v for k, v in fields.items() if k not in ("lr", "params")})

@@ -237,12 +237,14 @@ def _usual(records: Iterable[Record]) -> dict[str, dict[str, str | None]]:
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    """As the registry has them, a host before host+FATA; fields by their numbers."""
+    """As the registry has them, then others; a host before host+FATA; fields by their numbers."""
     hosts = list(dict.fromkeys(spec.partition("+")[0] for spec in SPECS))
 
-    def place(name: str) -> tuple[int, bool, list[tuple[str, float, str]]]:
+    def place(name: str) -> tuple[int, str, bool, list[tuple[str, float, str]]]:
         spec, *fields = name.split(" ")
-        return hosts.index(spec.partition("+")[0]), "+" in spec, list(map(_by_number, fields))
+        host, plus, _ = spec.partition("+")
+        at = hosts.index(host) if host in hosts else len(hosts)
+        return at, host, bool(plus), list(map(_by_number, fields))
 
     return sorted(names, key=place)
 

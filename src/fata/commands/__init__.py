@@ -1,5 +1,7 @@
 """The commands of `fata`, one file each."""
 
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,6 +13,13 @@ console = Console()
 def say(text: str) -> None:
     """Print a line as it is: nothing coloured, nothing broken."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def look_here() -> None:
+    """Let modules of this folder be named, as for `python -m`."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
 
 
 def chosen_device(name: str | None) -> str:

@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from fata.commands import Device, Jobs, Workers, chosen_device, console, say
+from fata.commands import Device, Jobs, Workers, chosen_device, console, look_here, say
 
 if TYPE_CHECKING:
     from fata.bench.cell import Cell
@@ -44,7 +44,9 @@ def bench(
     methods: Annotated[
         str | None,
         typer.Option(
-            "--methods", "--method", help="By comma, with fields: eata, eata+fata:lr=1e-3, ..."
+            "--methods",
+            "--method",
+            help="By comma, with fields: eata, eata+fata:lr=1e-3, my_module:MyMethod, ...",
         ),
     ] = None,
     scenario: Annotated[
@@ -151,6 +153,7 @@ def bench(
         "guard": guard,
     }
     given = {name: value for name, value in flags.items() if value is not None}
+    look_here()
     with _place(on, address, gpus_per_cell, device, jobs, dry_run) as (own_device, runner):
         group, own_device = ranks.join(own_device)
         if group is not None and (on or jobs > 1 or dry_run):
@@ -171,7 +174,10 @@ def bench(
         remedy = ": give --fisher SPEC, or fisher_alpha=0 to mean it"
         announce(cells, tasks, results, workshop, remedy)
         if dry_run:
-            preview(tasks, results, workshop, jobs)
+            try:
+                preview(tasks, results, workshop, jobs)
+            except ValueError as error:  # of fields that only the network can refuse
+                raise typer.BadParameter(str(error)) from error
             return
         ranks.lead(group, tasks)
         watcher = carry_out(tasks, results, workshop, runner)
@@ -186,7 +192,9 @@ def announce(
 ) -> None:
     """How many cells there are to run, and what they lack."""
     cells_made = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
-    say(f"{cells_made}, {len(cells) - len(tasks)} of them in {store.path}")
+    known = sum(task.key in store for task in tasks)  # to be run again
+    over = f", {known} of which are run again" if known else ""
+    say(f"{cells_made}, {len(cells) - len(tasks) + known} of them in {store.path}{over}")
     if any(workshop.lacks_fisher(task.cell) for task in tasks):
         say(f"EATA has no clean images for its Fisher penalty and runs without it{remedy}")
     if any(_grows_frost(task) for task in tasks):
@@ -214,14 +222,14 @@ def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) 
 
 def carry_out(tasks: Sequence[Task], store: Store, workshop: Workshop, runner: Runner) -> Show:
     """Run cells and show how it goes; Ctrl-C leaves those that are done."""
-    watcher = Show(len(tasks))
+    watcher, anew = Show(len(tasks)), any(task.key in store for task in tasks)
     try:
         with watcher:
             runner(tasks, store, workshop, watcher)
     except KeyboardInterrupt:
         console.print(
             f"stopped: {watcher.finished} of {len(tasks)} cells done and kept in {store.path}; the "
-            f"same command goes on from there"
+            f"same command {'begins anew' if anew else 'goes on from there'}"
         )
         raise typer.Exit(130) from None
     return watcher

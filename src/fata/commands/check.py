@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
 from rich.table import Table
 
-from fata.commands import console
+from fata.commands import console, look_here
 
 if TYPE_CHECKING:
     from fata.method import Method
@@ -66,24 +63,12 @@ def check(
 
 
 def _load(target: str) -> Method:
-    from fata.method import Method
+    from fata.methods.outside import outside
 
-    module, _, name = target.partition(":")
-    if not module or not name:
-        raise typer.BadParameter(f"{target!r}: give a module and a class, as my_module:MyMethod")
-    sys.path.insert(0, str(Path.cwd()))
+    look_here()
     try:
-        kind = getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        raise typer.BadParameter(f"{target!r}: {error}, looked for in this folder too") from error
-    except AttributeError as error:
-        raise typer.BadParameter(f"{target!r}: {error}") from error
-    except Exception as error:  # whatever the module does
-        why = f"{type(error).__name__}: {error}"
-        raise typer.BadParameter(f"{target!r} cannot be imported: {why}") from error
-    if not (isinstance(kind, type) and issubclass(kind, Method)):
-        raise typer.BadParameter(f"{target!r} is no subclass of fata.Method")
-    try:
-        return kind()
+        return outside(target)()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     except TypeError as error:
         raise typer.BadParameter(f"{target!r}: needs a default for each field: {error}") from error

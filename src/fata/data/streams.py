@@ -164,13 +164,15 @@ def stream(
         )
     if batch_size is None:
         batch_size = default_batch(scenario)
+    given = {"severity": severity, "seed": seed, "batch_size": batch_size, "images": images}
+    for name, value in given.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (name == "images" and value is None)):
+            raise DataError(f"{name}={value!r}: must be a whole number.")
     if batch_size < 1 or (scenario == "bs1" and batch_size != 1):
         raise DataError(
             f"batch_size={batch_size}: {'bs1 is 1' if batch_size > 0 else 'at least 1'}."
         )
-    for name, value in (("severity", severity), ("seed", seed)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise DataError(f"{name}={value!r}: must be a whole number.")
     if images is not None and images < 1:
         raise DataError(f"images={images}: must be at least 1, or None for all.")
     known = [n for n, p in inspect.signature(SCENARIOS[scenario]).parameters.items() if n != "deck"]
@@ -230,6 +232,8 @@ def replay(path: str | os.PathLike[str], dataset: Dataset) -> Stream:
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """What `save` wrote, once it is sure to be whole."""
+    if Path(path).is_dir():
+        raise DataError(f"{str(path)!r} is a folder, not a stream.")
     try:
         with safe_open(Path(path), framework="pt") as file:
             meta = json.loads((file.metadata() or {}).get("meta", "{}"))

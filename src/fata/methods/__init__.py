@@ -1,4 +1,4 @@
-"""Every method by name. A new one is a file here and a line in `METHODS`."""
+"""Every method by name. A new one is a file here and a line in `METHODS`; or it stays outside."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fata.methods.cotta import Cotta
 from fata.methods.deyo import Deyo
 from fata.methods.eata import Eata
 from fata.methods.memo import Memo
+from fata.methods.outside import outside
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
 from fata.methods.tent import Tent
@@ -45,6 +46,7 @@ SPECS = (*METHODS, "fata", *(f"{host}+fata" for host in HOSTS))
 def parse(spec: str, **fields: Any) -> tuple[Method, Fata | None]:
     """The method and plug-in that a spec such as `deyo+fata` names, with fields set.
 
+    A method that is not of this package is `my_module:MyMethod`, also with `+fata`.
     A field that both have (`threshold`, `scale`) is the host's; `fata_threshold` is the plug-in's.
     """
     if not isinstance(spec, str):
@@ -52,14 +54,16 @@ def parse(spec: str, **fields: Any) -> tuple[Method, Fata | None]:
             f"a method's name is expected, such as 'deyo+fata', got {type(spec).__name__}; "
             f"fata.Adapter(model, fata.Deyo(), fata.Fata()) takes objects."
         )
-    if spec not in SPECS:
+    host, _, plus = spec.partition("+")
+    foreign = ":" in host and spec in (host, f"{host}+fata")
+    if spec not in SPECS and not foreign:
         raise ValueError(
             f"unknown method {spec!r}: choose one of {', '.join(METHODS)}, fata, or a host from "
-            f"{', '.join(HOSTS)} followed by '+fata'.{near(spec.lower(), SPECS)}"
+            f"{', '.join(HOSTS)} followed by '+fata'; your own is my_module:MyMethod."
+            f"{near(spec.lower(), SPECS)}"
         )
-    host, _, plus = spec.partition("+")
     alone = host == "fata"  # its loss alone, on BatchNorm's batch statistics
-    kind = Norm if alone else METHODS[host]
+    kind = Norm if alone else outside(host) if foreign else METHODS[host]
     plugin = Fata if plus or alone else None
     known = {name: (0, name) for name in _fields(kind)}
     if plugin is not None:

@@ -1,0 +1,24 @@
+"""Methods of somebody else's modules."""
+
+from __future__ import annotations
+
+import importlib
+
+from fata.method import Method
+
+
+def outside(target: str) -> type[Method]:
+    """The class that `my_module:MyMethod` names."""
+    module, _, name = target.partition(":")
+    if not module or not name:
+        raise ValueError(f"{target!r}: give a module and a class, as my_module:MyMethod.")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise ValueError(f"{target!r}: {error}.") from error
+    except Exception as error:  # whatever the module does
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{target!r} cannot be imported: {why}.") from error
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise ValueError(f"{target!r} is no subclass of fata.Method.")
+    return kind

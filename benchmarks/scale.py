@@ -163,7 +163,8 @@ def writes() -> None:
     rows = torch.randint(10, (2, 10_000))
     chosen = torch.rand(10_000) < 0.5
     whole = Rows(*rows, torch.rand(10_000), torch.rand(10_000), chosen, chosen)
-    result = {**record["result"], **summary(whole, 10, ("eata", "fata"), 64)}
+    ends = [*range(64, 10_000, 64), 10_000]
+    result = {**record["result"], **summary(whole, 10, ("eata", "fata"), ends)}
     given = (record["protocol"], record["circumstances"], result)
     size = sum(len(json.dumps(part)) for part in given)
     print(f"\n{f'a cell of {size / 1024:.0f} KiB into the store':34}{'a second':>10}")

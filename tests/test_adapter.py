@@ -643,6 +643,22 @@ def test_an_unwrapped_adapter_says_so():
     assert "unwrapped" in repr(adapted)
 
 
+def test_nothing_is_selected_of_a_batch_that_is_not_learned_from():
+    adapted = adapter()
+    adapted(images(8))
+    assert {len(rows) for rows in adapted.selected.values()} == {8}
+    with adapted.frozen():
+        adapted(images(3))
+    assert adapted.selected == {}
+
+
+def test_weights_that_come_by_a_larger_module_are_refused():
+    """The next step would undo them."""
+    larger = nn.Sequential(adapter())
+    with pytest.raises(fata.StateError, match=r"before fata.adapt\(...\)"):
+        larger.load_state_dict(larger.state_dict())
+
+
 def test_selected_tells_the_rows_of_the_last_batch():
     images = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     images[2] = torch.nan

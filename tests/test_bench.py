@@ -191,8 +191,9 @@ def test_an_old_python_has_no_toml(tmp_path, monkeypatch):
 
 
 def test_one_alone_is_a_list_of_one(tmp_path):
-    (tmp_path / "grid.yaml").write_text("models: mini_vit\nseverities: 3\nseeds: 2\n")
-    assert read(tmp_path / "grid.yaml") == {"models": ("mini_vit",), "severities": (3,), "seeds": 2}
+    (tmp_path / "grid.yaml").write_text("models: mini_vit\nseverities: 3\nimages: null\n")
+    found = {"models": ("mini_vit",), "severities": (3,), "images": None}
+    assert read(tmp_path / "grid.yaml") == found
 
 
 @pytest.mark.parametrize(
@@ -284,32 +285,37 @@ def rows_of(label, prediction, **columns):
     return summary.Rows(label, prediction, **{**plain, **columns})
 
 
+def ends(rows):
+    """Of batches of 64."""
+    return [*range(64, rows, 64), rows]
+
+
 def test_a_collapse_is_found_where_it_begins():
     label = torch.arange(6400) % 10
     prediction = label.clone()
     prediction[3200:] = 7
-    at = summary.collapsed_at(rows_of(label, prediction), batch_size=64)
+    at = summary.collapsed_at(rows_of(label, prediction), ends(len(label)))
     assert 40 <= at <= 55
 
 
 def test_a_stream_of_one_class_is_no_collapse():
     label = torch.full((6400,), 3)
-    assert summary.collapsed_at(rows_of(label, label), batch_size=64) is None
+    assert summary.collapsed_at(rows_of(label, label), ends(len(label))) is None
 
 
 def test_a_collapse_is_found_where_classes_come_one_after_another():
     label = torch.arange(10_000) // 1000
     prediction = label.clone()
-    assert summary.collapsed_at(rows_of(label, prediction), batch_size=64) is None
+    assert summary.collapsed_at(rows_of(label, prediction), ends(len(label))) is None
     prediction[5000:] = 3
-    assert summary.collapsed_at(rows_of(label, prediction), batch_size=64) is not None
+    assert summary.collapsed_at(rows_of(label, prediction), ends(len(label))) is not None
 
 
 def test_a_model_that_comes_back_has_not_collapsed():
     label = torch.arange(6400) % 10
     prediction = label.clone()
     prediction[1000:3000] = 7
-    assert summary.collapsed_at(rows_of(label, prediction), batch_size=64) is None
+    assert summary.collapsed_at(rows_of(label, prediction), ends(len(label))) is None
 
 
 def test_calibration_is_the_gap_between_sure_and_right():
@@ -319,9 +325,37 @@ def test_calibration_is_the_gap_between_sure_and_right():
     assert summary.calibration_error(rows) == pytest.approx(20, abs=1e-4)
 
 
+def test_calibration_gaps_of_either_side_do_not_cancel():
+    label = torch.zeros(1000, dtype=torch.long)
+    prediction = (torch.arange(1000) >= 500).long()  # the first half is right
+    confidence = torch.where(prediction == 0, 0.6, 0.4)
+    rows = rows_of(label, prediction, confidence=confidence)
+    assert summary.calibration_error(rows) == pytest.approx(40, abs=1e-4)
+
+
+def test_batches_that_are_short_in_the_midst_are_counted():
+    """As where a domain ends; the guard's events have these numbers."""
+    stops = sorted({*range(100, 1600, 100), *range(64, 1500, 100)})  # 64, 36, 64, 36, ...
+    label = torch.arange(1500) % 10
+    prediction = torch.where(torch.arange(1500) < 800, label, 7)
+    rows = rows_of(label, prediction)
+    assert summary.curve(rows, {}, stops)["batch"] == list(range(1, 31))
+    assert summary.curve(rows, {}, stops)["accuracy"][:16] == [100] * 16
+    assert 12 <= summary.collapsed_at(rows, stops) <= 18
+
+
+def test_answers_that_are_no_numbers_are_wrong(workshop, monkeypatch):
+    """And leave no NaN among the figures."""
+    (cell,) = cells_of(methods=("tent:lr=1e30",), domains=("fog",), images=64)
+    result = workshop.run(cell, lambda *_: None)
+    assert result["accuracy"] < 50
+    assert "NaN" not in json.dumps(result)
+
+
 def test_a_curve_covers_the_stream_in_a_hundred_points():
     label = torch.zeros(64 * 250 + 5, dtype=torch.long)
-    curve = summary.curve(rows_of(label, label), {"tent": torch.ones(len(label)).bool()}, 64)
+    every = {"tent": torch.ones(len(label)).bool()}
+    curve = summary.curve(rows_of(label, label), every, ends(len(label)))
     assert len(curve["batch"]) <= 100
     assert curve["batch"][-1] == 251
     assert curve["online"][-1] == 100

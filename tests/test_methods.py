@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
 import fata
 from fata.check import Case, images, network
 from fata.method import Batch
 from fata.pixels import Draw, Pixels
-from fata.views import augmix_view, cotta_view
+from fata.views import _OPERATIONS, augmix_view, cotta_view
 
 INF = math.inf
 
@@ -235,14 +236,46 @@ def test_memo_mixes_running_and_batch_statistics():
 
 
 def test_memo_steps_by_adamw_on_transformers():
-    adapter = fata.adapt(network("vit_ln"), "memo", views=2)
+    adapter = fata.adapt(network("vit_ln"), "memo", views=2, lr=0.5)
     engine = adapter._live()
     gradient = torch.tensor([1e-3, -5.0, 0.0]).repeat(len(engine.source) // 3 + 1)
     moved = adapter.method._descend(engine, gradient[: len(engine.source)])
     parameter = torch.nn.Parameter(engine.source.clone())
     parameter.grad = gradient[: len(engine.source)]
-    torch.optim.AdamW([parameter], lr=1e-5, weight_decay=0.01).step()
-    torch.testing.assert_close(moved, parameter.detach(), atol=1e-8, rtol=1e-6)
+    torch.optim.AdamW([parameter], lr=0.5, weight_decay=0.01).step()
+    torch.testing.assert_close(moved, parameter.detach(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["cotta", "memo"])
+def test_a_class_that_is_masked_out_does_not_stop_learning(spec):
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = network("resnet_gn")
+
+        def forward(self, x):
+            return self.inner(x).index_fill(1, torch.tensor([3]), -torch.inf)
+
+    adapter = fata.adapt(Masked(), spec, lr=0.05, views=2)
+    plain = Masked().eval()
+    answers = [adapter(images(4, seed=seed)) for seed in (0, 1)]
+    with torch.no_grad():
+        assert not torch.allclose(answers[1], plain(images(4, seed=1)))
+    assert all((answer.argmax(1) != 3).all() for answer in answers)
+    assert adapter.counts["dropped"] == 0
+
+
+def test_operations_of_augmix_do_what_they_are_called():
+    draw = Draw(torch.Generator().manual_seed(0))
+    ramp = torch.linspace(0.2, 0.996, 3 * 64 * 64).view(1, 3, 64, 64)
+    contrast, _, _, solarize, *moves, posterize = [one(ramp, draw) for one in _OPERATIONS]
+    assert (contrast.amin(), contrast.amax()) == (0, 1)
+    dark = ramp < 0.9
+    assert torch.equal(solarize[dark], ramp[dark])  # the brightest alone are turned round
+    assert solarize.flatten()[-1].item() == pytest.approx(1 - 0.996, abs=1e-5)
+    assert all((moved - ramp).abs().mean() < 0.1 for moved in moves)
+    assert sum((moved == 0).any() for moved in moves) >= 2  # others by less than a pixel
+    assert len(posterize.unique()) <= 16
 
 
 def test_memo_draws_views_for_each_row():

@@ -152,6 +152,13 @@ def test_a_gain_is_over_the_host_under_the_same_settings(store):
     }
 
 
+def test_with_and_without_clean_images_are_two_rows(store):
+    again(store, "tent", 90.0, fisher="embedded")
+    names = {line.method: line.average.mean for line in lines_of(store, "tent")[0]}
+    assert names["tent fisher=embedded"] == pytest.approx(90)
+    assert names["tent fisher=None"] == pytest.approx(56.5)
+
+
 def test_a_sweep_holds_all_else_equal(store):
     again(store, "tent+fata", 60.0, {"sigma": 0.5})
     again(store, "tent+fata", 10.0, {"layer": "stem"})  # also at sigma 1, and no part of the sweep

@@ -169,6 +169,7 @@ class Adapter(nn.Module):
             if self.model.training:  # somebody has called its train()
                 self.model.eval()
             learning = not self._frozen
+            engine.selected = None
             answer = engine.step if learning else engine.answer
             if learning and len(images) and engine.checks_pixels:
                 with suppress(NotFiniteError):  # what follows would wait for the device
@@ -184,7 +185,6 @@ class Adapter(nn.Module):
                     bad = engine.answer(images[~finite])
                 logits = bad.new_empty(len(images), bad.shape[1])
                 logits[~finite] = bad
-                engine.selected = None
                 if usable:
                     logits[finite] = answer(images[finite]).detach()
                     engine.selected = _spread(engine.selected, finite)
@@ -286,7 +286,7 @@ class Adapter(nn.Module):
 
     @property
     def selected(self) -> dict[str, Tensor]:
-        """Which rows of the last batch each term selected; empty where the source answers it."""
+        """Which rows of the last batch each term selected; empty where it was not learned from."""
         engine = self._live()
         if engine.selected is None:
             return {}
@@ -344,7 +344,7 @@ class Adapter(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """What moved and what is remembered, by name; `meta` says whose state it is.
 
-        As a part of a larger module (which asks with arguments) an adapter is an ordinary one.
+        A larger module that an adapter is a part of asks with arguments, and gets the weights.
         """
         if args or kwargs:
             return super().state_dict(*args, **kwargs)
@@ -359,6 +359,13 @@ class Adapter(nn.Module):
             engine.theta.write(engine.state.theta)
             if engine.watch:
                 engine.watch.forget()
+
+    def _load_from_state_dict(self, *_: Any) -> NoReturn:
+        """Refuse weights that come by a larger module: the next step would undo them."""
+        raise states.StateError(
+            "weights cannot be loaded into an adapter as a part of a larger module: load them "
+            "before fata.adapt(...), or a state by the adapter's own load(path)"
+        )
 
     def _join(self, engine: Engine, ranks: ProcessGroup | None, rate: str) -> None:
         """Share every batch with the other ranks, once they are sure to be alike."""

@@ -47,6 +47,7 @@ from torch import Tensor
 
 from fata.group import ALONE, Alone
 from fata.later import Later
+from fata.losses import entropy
 from fata.method import Memory, in_range
 
 if TYPE_CHECKING:
@@ -587,8 +588,8 @@ def _confidence(logits: Tensor) -> Tensor:
 
 
 def _answers(logits: Tensor) -> Tensor:
-    """The class of each row; beyond the last, where it is not finite: it answers none."""
-    return torch.where(logits.isfinite().all(1), logits.argmax(1), logits.shape[1])
+    """The class of each row; beyond the last, where it has no probabilities: it answers none."""
+    return torch.where(entropy(logits).isfinite(), logits.argmax(1), logits.shape[1])
 
 
 def _shares(answers: Tensor, logits: Tensor, group: Alone) -> Tensor:

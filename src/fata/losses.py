@@ -11,20 +11,25 @@ from fata.selection import Selection
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """H(o) = -sum_c p_c log p_c of each row, in nats; a class at -inf has no part in it."""
-    log_probs = F.log_softmax(logits, 1).clamp(min=-1e4)
+    """H(o) = -sum_c p_c log p_c of each row, in nats. A class at -inf has no part in any loss."""
+    log_probs = _log_probs(logits)
     return -(log_probs.exp() * log_probs).sum(1)
 
 
 def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
     """-sum_c q_c log p_c of each row, with q the softmax of `target_logits`."""
-    return -(target_logits.softmax(1) * F.log_softmax(logits, 1)).sum(1)
+    return -(target_logits.softmax(1) * _log_probs(logits)).sum(1)
 
 
 def marginal_entropy(logits: Tensor) -> Tensor:
     """Entropy of the mean prediction of all rows (MEMO), in log space; a scalar."""
-    log_mean = F.log_softmax(logits, 1).logsumexp(0) - torch.tensor(len(logits)).log()
+    log_mean = _log_probs(logits).logsumexp(0) - torch.tensor(len(logits)).log()
     return -(log_mean.exp() * log_mean).sum()
+
+
+def _log_probs(logits: Tensor) -> Tensor:
+    """Finite, where a class is left out: 0 times that is 0."""
+    return F.log_softmax(logits, 1).clamp(min=-1e4)
 
 
 def weighted_mean(values: Tensor, selection: Selection, group: Alone = ALONE) -> Tensor:

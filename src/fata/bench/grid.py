@@ -106,6 +106,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def _typed(path: Path, name: str, kind: str, value: Any) -> Any:
     """A value as the field takes it; one alone may stand for a list of one."""
+    if value is None and kind.endswith("None"):
+        return None
     scalar = {"int": int, "str": str, "bool": bool}[
         kind.removeprefix("tuple[").split()[0].strip(",")
     ]

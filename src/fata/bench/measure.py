@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import resource
 import sys
 import time
@@ -47,7 +48,7 @@ def measure(
     right = torch.zeros((), dtype=torch.int64, device=device)
     known: tuple[int, int, Later] | None = None  # rows seen, those had here, the right ones of them
     group, index = adapter.group, [torch.empty(0, dtype=torch.int64)]  # rows that are had here
-    seen, told = 0, time.perf_counter()
+    seen, ends, told = 0, list[int](), time.perf_counter()
     for batch in batches:
         part = group.share(len(batch.images))
         images = loaded.preprocess.normalise(batch.images[part])
@@ -60,6 +61,7 @@ def measure(
         domains += map(str, batch.domains)
         index.append(seen + torch.arange(len(batch.images))[part])
         seen += len(batch.images)
+        ends.append(seen)
         if time.perf_counter() - told > 0.5:
             told = time.perf_counter()
             if known is not None:
@@ -70,7 +72,7 @@ def measure(
     counts = adapter.counts
     times = clock.read()
     return {
-        **summary(rows, loaded.classes, tuple(counts["selected"]), stream.batch_size),
+        **summary(rows, loaded.classes, tuple(counts["selected"]), ends),
         "domains": _by_domain(rows, domains),
         "damaged": len(damaged),
         "counts": counts,
@@ -128,11 +130,14 @@ class Clock:
 
 
 def _columns(logits: Tensor, labels: Tensor, selected: dict[str, Tensor]) -> list[Tensor]:
-    """What is kept of each row, in the order of `Rows`."""
+    """What is kept of each row, in the order of `Rows`; one that is no number is no answer."""
+    classes, unsure = logits.shape[1], entropy(logits)
     sure, prediction = logits.softmax(1).max(1)
+    prediction = torch.where(unsure.isfinite(), prediction, classes)
     none = torch.zeros_like(prediction, dtype=torch.bool)
     host, plus, *_ = (*selected.values(), none, none)
-    return [labels, prediction, sure, entropy(logits), host, plus]
+    unsure = unsure.nan_to_num(math.log(classes))
+    return [labels, prediction, sure.nan_to_num(0), unsure, host, plus]
 
 
 def _by_domain(rows: Rows, domains: list[str]) -> dict[str, float]:

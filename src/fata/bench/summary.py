@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -35,8 +37,15 @@ class Rows:
         return self.label == self.prediction
 
 
-def summary(rows: Rows, classes: int, terms: Sequence[str], batch_size: int) -> dict[str, Any]:
-    """Figures over the whole stream; `terms` are the names of those that select."""
+def summary(rows: Rows, classes: int, terms: Sequence[str], ends: Sequence[int]) -> dict[str, Any]:
+    """Figures over the whole stream.
+
+    Args:
+        rows: of the stream.
+        classes: how many there are.
+        terms: names of those that select.
+        ends: rows until the end of each batch; one may be short in the midst of a stream.
+    """
     selected = dict(zip(terms, (rows.host, rows.plus), strict=False))
     accuracy = 100 * rows.right.double().mean().item()
     return {
@@ -45,10 +54,10 @@ def summary(rows: Rows, classes: int, terms: Sequence[str], batch_size: int) -> 
         "error": 100 - accuracy,
         "calibration_error": calibration_error(rows),
         "classes": by_class(rows, classes, selected),
-        "curve": curve(rows, selected, batch_size),
+        "curve": curve(rows, selected, ends),
         "entropies": entropies(rows, classes),
         "pseudo_labels": {name: _percent(rows.right[on]) for name, on in selected.items()},
-        "collapsed_at": collapsed_at(rows, batch_size),
+        "collapsed_at": collapsed_at(rows, ends),
     }
 
 
@@ -69,16 +78,15 @@ def by_class(rows: Rows, classes: int, selected: dict[str, Tensor]) -> dict[str,
     }
 
 
-def curve(rows: Rows, selected: dict[str, Tensor], batch_size: int) -> dict[str, Any]:
+def curve(rows: Rows, selected: dict[str, Tensor], ends: Sequence[int]) -> dict[str, Any]:
     """At most a hundred points, each the mean over the batches since the one before."""
-    batches = math.ceil(len(rows) / batch_size)
-    step = math.ceil(batches / POINTS) * batch_size
-    parts = [slice(first, first + step) for first in range(0, len(rows), step)]
-    ends = [min(part.stop, len(rows)) for part in parts]
+    step = math.ceil(len(ends) / POINTS)
+    batches = [min(batch, len(ends)) for batch in range(step, len(ends) + step, step)]
+    parts = [slice(*two) for two in pairwise([0, *(ends[batch - 1] for batch in batches)])]
     return {
-        "batch": [math.ceil(end / batch_size) for end in ends],
+        "batch": batches,
         "accuracy": [_percent(rows.right[part]) for part in parts],
-        "online": [_percent(rows.right[:end]) for end in ends],
+        "online": [_percent(rows.right[: part.stop]) for part in parts],
         "entropy": [rows.entropy[part].mean().item() for part in parts],
         "selected": {n: [_percent(on[part]) for part in parts] for n, on in selected.items()},
         "pseudo_labels": {
@@ -94,7 +102,7 @@ def entropies(rows: Rows, classes: int) -> dict[str, list[int]]:
     return {"right": _counts(place[rows.right], BINS), "wrong": _counts(place[~rows.right], BINS)}
 
 
-def collapsed_at(rows: Rows, batch_size: int) -> int | None:
+def collapsed_at(rows: Rows, ends: Sequence[int]) -> int | None:
     """The batch from which on one class takes over, to the end; None: it never does.
 
     It takes over where its share among the predictions of a window exceeds that of the most
@@ -113,7 +121,7 @@ def collapsed_at(rows: Rows, batch_size: int) -> int | None:
     if not taken[-1]:
         return None
     first = len(taken) - next((i for i, t in enumerate(reversed(taken)) if not t), len(taken))
-    return starts[first] // batch_size
+    return bisect_right(ends, starts[first])
 
 
 def _starts(window: int, length: int) -> range:

@@ -205,6 +205,7 @@ def _host_settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
         "batch_size": protocol["batch_size"],
         "speed": protocol.get("speed", "exact"),
         "guard": bool(protocol.get("guard")),
+        "fisher": protocol.get("fisher"),
     }
 
 

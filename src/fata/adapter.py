@@ -338,7 +338,10 @@ class Adapter(nn.Module):
         states.save(path, self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Go on from a saved state; one that does not belong here is refused."""
+        """Go on from a saved state; one that does not belong here is refused.
+
+        The rate and the guard are this adapter's own, the draws go on by the state's seed.
+        """
         self.load_state_dict(states.load(path))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]

@@ -55,7 +55,7 @@ class Pixels:
     def _column(values: Sequence[float], like: Tensor) -> Tensor:
         if not like.is_floating_point():
             raise TypeError(f"images are {like.dtype}: give pixels in [0, 1], as images / 255.")
-        if like.shape[-3:-2] != (len(values),):
+        if like.numel() and like.shape[-3:-2] != (len(values),):  # none at all are of any shape
             raise ValueError(
                 f"images of shape {tuple(like.shape)} with the mean and std of {len(values)} "
                 f"channels: give (rows, {len(values)}, height, width)."

@@ -66,7 +66,7 @@ def test_an_impure_method_fails_and_is_told_why(call):
 
 
 def test_a_method_of_ones_own_is_compared_with_others(call):
-    """In this process and in others; FATA's gain over it is told."""
+    """By other processes, too."""
     methods = "mine:Sure,mine:Sure+fata,mine:Sure:quantile=0.2,tent"
     grid = ("--model", "mini_resnet_gn", "--domains", "fog", "--images", "32", "--batch-size", "16")
     result = call("bench", *grid, "--methods", methods, "--jobs", "2")

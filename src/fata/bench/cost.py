@@ -110,6 +110,8 @@ def cost(model: nn.Module, spec: str, images: Tensor, share: float) -> Cost:
 def paper(spec: str, whole: Macs, tail: Macs) -> float:
     """MACs an image as the paper counts them: forward, every row in every branch."""
     parse(spec)  # refuses unknown ones
+    if spec not in PAPER:
+        raise ValueError(f"{spec!r}: only methods of this package are counted.")
     passes, tails = PAPER[spec]
     return passes * whole.forward + tails * tail.forward
 

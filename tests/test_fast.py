@@ -13,7 +13,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 import fata
@@ -182,6 +181,48 @@ def test_half_precision_on_a_cpu_that_has_it(net, spec, monkeypatch):
         assert not torch.equal(b, c)
 
 
+class Heads(torch.nn.Module):
+    """Two, each made before the layers that come before it in a pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(8, 10), torch.nn.Linear(8, 10)
+        self.body = torch.nn.Sequential(
+            torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.Conv2d(8, 8, 3)
+        )
+
+    def forward(self, images):
+        z = self.body(images).mean((2, 3))
+        return (self.one(z) + self.other(z)) / 2
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whatever_gives_logits_is_in_full(device, monkeypatch):
+    monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(half, "WIDE", 0)
+    torch.manual_seed(0)
+    adapter = fata.adapt(Heads().to(device), "tent", speed="fast", guard=None)
+    images = batches(device)[0]
+    for _ in range(3):
+        logits = adapter(images)
+        assert (logits != logits.bfloat16()).any()
+    heads = {adapter.model.one, adapter.model.other}
+    assert set(adapter._engine._heads) == heads
+    assert {layer for layer, _, _ in adapter._engine._halves} == {
+        adapter.model.body[0],
+        adapter.model.body[2],
+    }
+
+
+def test_the_last_layer_in_a_pass_gives_logits_even_before_they_are_averaged():
+    """As of a network that ends in a convolution."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 10, 1))
+    images = torch.rand(2, 3, 8, 8)
+    assert half.heads_of(model, lambda: model(images).mean((2, 3))) == [model[1]]
+    assert half.heads_of(model.half(), lambda: model(images.half()).mean((2, 3))) == []
+    assert not any(layer._forward_hooks for layer in model)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,6 +263,23 @@ def test_weights_that_are_elsewhere_by_now_are_found(device, monkeypatch):
         answers.append((still, adapter(images)))
     for found in zip(*answers, strict=True):
         torch.testing.assert_close(*found, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_weights_that_are_loaded_into_the_model_answer(device, monkeypatch):
+    """Not old copies of them in bfloat16."""
+    monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(half, "WIDE", 0)
+    adapter = fata.adapt(build("resnet_gn").to(device), "tent", speed="fast", lr=1e-9, guard=None)
+    images = batches(device)[0]
+    for _ in range(3):
+        before = adapter(images)
+    new = {name: -0.5 * w for name, w in adapter.model.state_dict().items() if w.ndim > 1}
+    adapter.model.load_state_dict(new, strict=False)
+    own = adapter(images)
+    plain = adapter.unwrap().eval()(images)
+    torch.testing.assert_close(own, plain, rtol=0.05, atol=0.05)
+    assert (own - before).abs().max() > 0.5
 
 
 def test_batches_of_many_sizes_keep_few_programs():
@@ -402,10 +460,79 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     with pytest.warns(UserWarning, match="cannot be recorded"):
         one._record([torch.zeros(2)])
     found = one._graph, one._inputs, one._outputs
     assert all(a is b for a, b in zip(found, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("wait", "what"),
+    [
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
+        (lambda x: x * len(x[x > 0.5]), "index"),
+        (lambda x: x * len((x > 0.5).nonzero()), "nonzero"),
+        (lambda x: x * torch.tensor(2.0, device=x.device), "lift_fresh"),
+        (lambda x: x.to("meta"), "_to_copy"),
+    ],
+)
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_waits_is_not_recorded(wait, what, device):
+    with (
+        pytest.raises(RuntimeError, match=f"{what}.* waits"),
+        program.Waiting(torch.device(device)),
+    ):
+        wait(torch.rand(4, 4, device=device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_does_not_wait_is(device):
+    x = torch.rand(4, 4, device=device)
+    with program.Waiting(torch.device(device)):
+        y = x[torch.arange(2, device=device)] * torch.zeros(4, device=device)
+        y[y > 1] = 0
+    assert not y.any()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_model_that_waits_adapts_without_being_recorded(device):
+    """And leaves torch as it was: other models are recorded after it, chance is as before."""
+    model = build("resnet_gn").to(device)
+    model.register_forward_hook(lambda *given: given[2] * (given[2].max().item() < 1e6))
+    adapter = fata.adapt(model, "tent", speed="fast", guard=None)
+    stream, images = torch.cuda.current_stream(), batches(device)[0]
+    with pytest.warns(UserWarning, match="cannot be recorded.*waits"):
+        [adapter(images) for _ in range(3)]
+    assert torch.cuda.current_stream() == stream
+    torch.cuda.empty_cache()
+    torch.rand(2, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other, _ = run("resnet_gn", "tent", "fast", device, guard=None)
+    assert any(ran.program._graph for ran in other._engine._programs.values())
+
+
+def test_compiling_that_was_interrupted_begins_anew(monkeypatch, capsys):
+    def interrupted(function, given):
+        if not tries:
+            tries.append(1)
+            raise KeyboardInterrupt
+        return function
+
+    tries = []
+    monkeypatch.setattr(program, "OFTEN", 2)
+    monkeypatch.setattr(program, "compiled", interrupted)
+    given, spec = tree_flatten((torch.ones(2),))
+    one = program.Program(torch.neg, spec, None, program.Pools(), "all", True)
+    one(given)
+    with pytest.raises(KeyboardInterrupt):
+        one(given)
+    assert not one.compiled
+    assert torch.equal(one(given), -given[0])
+    assert one.compiled
+    assert capsys.readouterr().err.count("compiling a pass (all)") == 2
 
 
 class Caching(torch.nn.Module):
@@ -701,16 +828,6 @@ def test_joint_statistics(spec):
     same(*(run("resnet_bn", spec, speed, "cpu", **fields) for speed in ("exact", "fast")), "cpu")
 
 
-class Recording(TorchDispatchMode):
-    """Refuses what a GPU refuses while it records: to wait for a value."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        # lift_fresh: a value of Python's that is copied to the device
-        waits = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "lift_fresh")
-        assert not any(name in str(function) for name in waits), f"{function} waits"
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize(
     "spec", [s for s in SPECS if s[:4] in ("eata", "sar", "sar+", "deyo", "memo", "cott")]
@@ -722,7 +839,7 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
         assert not inside
         inside.append(self)
         try:
-            with program.Found(), Recording():
+            with program.Found(), program.Waiting(given[0].device):
                 return plain(self, *given)
         finally:
             inside.pop()
@@ -756,6 +873,9 @@ def test_a_row_that_is_not_finite_gets_the_plain_models_answer(
     for name in ("seen", "not_finite", "stepped", "dropped", "selected"):
         assert counts[0][name] == counts[1][name]
     assert counts[0]["not_finite"] == 1 + SIZES[3]
+    for adapter, _ in runs:
+        adapter(images[3])
+        assert adapter.selected == {}  # as nothing of it was
 
 
 @pytest.mark.parametrize("device", DEVICES)

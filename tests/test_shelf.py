@@ -1,6 +1,7 @@
 """Pictures that several cells meet: from the shelf they are what they were live."""
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -12,8 +13,8 @@ from fata.bench import shelf as shelves
 from fata.bench.cell import Cell
 from fata.bench.run import Task, Todo
 from fata.bench.shelf import Shelf
-from fata.bench.workshop import Workshop
-from fata.data import serve
+from fata.bench.workshop import Workshop, _aside
+from fata.data import DataError, serve
 from fata.data.dataset import Files
 
 CPU = torch.device("cpu")
@@ -140,6 +141,19 @@ def test_old_pictures_make_room():
         stream = fata.stream(data, domains=[name], images=50)
         seen(stream, shelf.begin(stream, SIZE, CPU, 0)())
     assert [domain.name for _, domain in shelf._lots] == ["contrast", "snow"]
+
+
+def test_what_is_decoded_ahead_does_not_hold_up_the_end():
+    """As a pool's threads would after Ctrl-C; its error is for who asks for the pictures."""
+    working = []
+
+    def work():
+        working.append(threading.current_thread())
+        raise DataError("damaged")
+
+    with pytest.raises(DataError, match="damaged"):
+        _aside(work).result(60)
+    assert working[0].daemon
 
 
 def test_the_next_cells_pictures_are_decoded_ahead(folder):

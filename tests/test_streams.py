@@ -17,6 +17,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import fata
 from fata.corruptions import NAMES
@@ -604,6 +605,22 @@ def test_an_error_leaves_no_process(pictures, workers):
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), batch_size=1)
     with pytest.raises(DataError) as error:
         list(stream.serve(workers=workers))
+    assert error.value is not None
+    assert not multiprocessing.active_children()
+
+
+def test_ctrl_c_leaves_no_process(pictures, monkeypatch):
+    """Even while the error is kept, as in a notebook."""
+    stream = fata.stream(fata.data.open(f"folder:{pictures}"), "recurring", batch_size=1)
+    served = stream.serve(workers=2)
+    next(served)
+
+    def interrupted(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter, "_next_data", interrupted)
+    with pytest.raises(KeyboardInterrupt) as error:
+        next(served)
     assert error.value is not None
     assert not multiprocessing.active_children()
 

@@ -20,21 +20,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_structure
 
 from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, NotFiniteError, Pass, Terms
-from fata.half import halves, head_of, in_half, pays_on_cpu
+from fata.half import Half, halves, heads_of, in_half, pays_on_cpu
 from fata.later import Later
 from fata.method import BLIND, Batch, Memory, OwnStep
 from fata.norms import norm_layers
+from fata.outputs import logits_of
 from fata.program import Kept, Pools, Program
 from fata.selection import Selection
 from fata.updates import ascend, either, sgd
@@ -106,6 +107,8 @@ class FastEngine(Engine):
     """An engine whose passes are programs."""
 
     _programs: dict[object, Ran]
+    _halves: list[Half] | None
+    _heads: list[nn.Module]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -141,14 +144,14 @@ class FastEngine(Engine):
         """Also give back the memory of all programs."""
         super().leave()
         self._programs.clear()
-        self._halves.clear()
+        self._halves = []
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images; without a gradient, by a program."""
         if torch.is_grad_enabled():
             return super().forward(images)
         if not self._rows:
-            self._find_weights()
+            self._find_weights(images)
         rows, real = len(images), list[Tensor]()
         size, shared = self._size(rows, "look"), self.coupled and self._pads and rows < self._rows
         if size > rows or shared:
@@ -159,7 +162,7 @@ class FastEngine(Engine):
         return logits[:rows]
 
     def _step(self, images: Tensor) -> Tensor:
-        self._find_weights()
+        self._find_weights(images)
         if self._looks_within:
             step = super()._step
             return step(images) if self._pads else self._in_half(step)(images)
@@ -430,35 +433,47 @@ class FastEngine(Engine):
         return outcome
 
     def _in_half(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        if not self._halves:
+        weights = self._halves
+        if not weights:
             return function
 
         def halved(*given: Any) -> Any:
-            with in_half(self._halves, self._norms, self._head, self.device):
+            with in_half(weights, self._norms, self._heads, self.device):
                 return function(*given)
 
         return halved
 
-    def _find_weights(self) -> None:
-        """What was recorded reads other places than these, after `model.half()`: begin anew."""
-        if self._places != self._where_weights_are():
+    def _find_weights(self, images: Tensor) -> None:
+        """Begin anew where they are others, as after `model.half()`."""
+        if self._known != self._weights():
             self._forget()
+        if self._halves is None:
+            pays = self.device.type == "cuda" or pays_on_cpu(self.model, self.device)
+            self._halves = list(self._halved(images)) if pays else []
 
-    def _where_weights_are(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self._weights]
+    def _weights(self) -> list[int]:
+        """Where all are, and how often those were changed that do not adapt."""
+        return [p.data_ptr() for p in self._parameters] + [p._version for p in self._still]
+
+    def _halved(self, images: Tensor) -> Iterator[Half]:
+        def logits() -> Tensor:
+            with torch.no_grad():
+                return logits_of(self._call(images), len(images))
+
+        self._heads = heads_of(self.model, logits)
+        return halves(self.model, self.theta.parameters, self._heads, self._large)
 
     def _forget(self) -> None:
         self._programs, self._asked = {}, Counter[object]()
-        self._weights = list(self.model.parameters())
-        self._places = self._where_weights_are()
+        self._parameters = list(self.model.parameters())
+        moving = {id(parameter) for parameter in self.theta.parameters}
+        self._still = [p for p in self._parameters if id(p) not in moving and not p.is_inference()]
+        self._known = self._weights()
         self._pads = on_gpu = self.device.type == "cuda"
         self._pools, self._kept = Pools(), Kept()
         self._large = on_gpu and sum(p.numel() for p in self.model.parameters()) >= LARGE
         self._norms = [norm for _, norm in norm_layers(self.model)]
-        self._head = head_of(self.model)
-        pays = on_gpu or pays_on_cpu(self.model, self.device)
-        moving = self.theta.parameters
-        self._halves = list(halves(self.model, moving, self._large)) if pays else []
+        self._halves, self._heads = None, []  # until the first images come
 
 
 def _no_look(images: Tensor) -> NoReturn:

@@ -1,8 +1,8 @@
 """bfloat16: what of a model is held in it, and where that pays.
 
 Convolutions and linear layers multiply by weights that do not adapt: those are halved, once. What
-adapts stays as it is, and norms are computed in full; so is the last layer, for entropies of logits
-in bfloat16 select other rows.
+adapts stays as it is, and norms are computed in full; so are layers that give logits, for entropies
+of logits in bfloat16 select other rows.
 """
 
 from __future__ import annotations
@@ -38,17 +38,34 @@ def pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
     return device.type == "cpu" and wide and plain and has_matrix_unit()
 
 
-def head_of(model: nn.Module) -> nn.Module | None:
-    """The layer that gives the logits, by all that is known: the last; None: it is not in full."""
-    layers = [module for module in model.modules() if isinstance(module, nn.Linear | _ConvNd)]
-    return layers[-1] if layers and layers[-1].weight.dtype == torch.float32 else None
+def heads_of(model: nn.Module, logits: Callable[[], Tensor]) -> list[nn.Module]:
+    """Layers that give logits: as many values as there are, or the last in the pass that is made.
+
+    Those alone whose weights are in full.
+    """
+    called: list[tuple[nn.Module, int]] = []
+
+    def note(module: nn.Module, _: Any, output: Tensor) -> None:
+        called.append((module, output.numel()))
+
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | _ConvNd)]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        size = logits().numel()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    heads = [m for m, values in called if values == size] + [m for m, _ in called[-1:]]
+    return [m for m in dict.fromkeys(heads) if m.weight.dtype == torch.float32]
 
 
-def halves(model: nn.Module, adapted: Sequence[Tensor], large: bool) -> Iterator[Half]:
+def halves(
+    model: nn.Module, adapted: Sequence[Tensor], heads: Sequence[nn.Module], large: bool
+) -> Iterator[Half]:
     """Copies in bfloat16 of what convolutions and linear layers multiply by and does not adapt."""
-    moving, head = {id(parameter) for parameter in adapted}, head_of(model)
+    moving = {id(parameter) for parameter in adapted}
     for module in model.modules():
-        if isinstance(module, nn.Linear | _ConvNd) and module is not head:
+        if isinstance(module, nn.Linear | _ConvNd) and module not in heads:
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in moving:
                     half = parameter.detach().bfloat16()
@@ -60,11 +77,11 @@ def halves(model: nn.Module, adapted: Sequence[Tensor], large: bool) -> Iterator
 def in_half(
     weights: Sequence[Half],
     norms: Sequence[nn.Module],
-    head: nn.Module | None,
+    heads: Sequence[nn.Module],
     device: torch.device,
 ) -> Iterator[None]:
     """A model computes in bfloat16 inside the context."""
-    full = {} if head is None else {head: _full(head)}
+    full = {head: _full(head) for head in heads}
     answers = answering({norm: _narrow(norm) for norm in norms} | full)
     half = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # it may be outlived
     attention = PlainAttention() if device.type == "cpu" else nullcontext()

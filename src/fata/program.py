@@ -105,6 +105,45 @@ class Found(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return given
 
 
+class Waiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses to wait for a device, as a recording would, which torch before 2.12 suffers from.
+
+    Args:
+        device: that would record.
+    """
+
+    WAITS = frozenset(
+        (
+            *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
+            *("_unique2", "unique_dim", "unique_consecutive"),
+            "lift_fresh",  # a value of Python's that was copied there
+        )
+    )
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device.type
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation that does not wait."""
+        options = kwargs or {}
+        given = func(*args, **options)
+        tensors = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
+        if any(t.device.type == self.device for t in tensors):
+            name, apart = str(func).split(".")[1:2], len({t.device for t in tensors}) > 1
+            copies = apart and name in (["_to_copy"], ["copy_"]) and not options.get("non_blocking")
+            masked = name == ["index"] and any(t.dtype == torch.bool for t in tensors[1:-1])
+            if copies or masked or not self.WAITS.isdisjoint(name):
+                raise RuntimeError(f"{func} waits for the device")
+        return given
+
+
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
@@ -147,12 +186,13 @@ class Program:
 
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
-        self._calls += 1
-        compiles = self.compiles and self._calls == OFTEN
+        calls = self._calls + 1
+        compiles = self.compiles and calls == OFTEN
         if compiles:
             self._compile(given)
-        if given[0].is_cuda and (compiles or self._calls == 2):
+        if given[0].is_cuda and (compiles or calls == 2):
             self._record(given)
+        self._calls = calls  # where that was interrupted, the next call begins it anew
         if self._graph is None:  # what it gives may be of what it was given
             outputs = self._through([t.clone() if t in self.kept else t for t in given])
         else:
@@ -179,8 +219,12 @@ class Program:
         pool = self.pools.of(compiled=self._flat is not None)
         stream, found = self.pools.stream(own[0].device), Found()
         try:
+            if self._flat is None:
+                with Waiting(own[0].device):
+                    self._plain(*own)
             with (
                 _keeping_garbage(),
+                torch.cuda.stream(torch.cuda.current_stream()),  # torch leaves its own, if it fails
                 found if self._flat is None else nullcontext(),  # what is compiled holds its own
                 torch.cuda.graph(
                     graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"

@@ -6,8 +6,9 @@ import logging
 import re
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import Any
 
 import torch
@@ -174,9 +175,7 @@ class Workshop:
         if self._shelf is not None and self._shelf.coming(stream):
             return
         if any(isinstance(stream.dataset.of(domain), Files) for domain in stream.domains):
-            pool = ThreadPoolExecutor(1)
-            self._ahead = (cell, pool.submit(self._begin(cell, stream, ahead=True)))
-            pool.shutdown(wait=False)
+            self._ahead = (cell, _aside(self._begin(cell, stream, ahead=True)))
 
     def lacks_fisher(self, cell: Cell) -> bool:
         """Whether the method has a penalty, but nothing to compute it from."""
@@ -207,3 +206,17 @@ class Workshop:
             self._fishers[at] = adapter.fisher or {}
             adapter.unwrap()
         return self._fishers[at]
+
+
+def _aside(work: Callable[[], Decoded]) -> Future[Decoded]:
+    """In a thread of its own that, unlike a pool's, does not hold up the end of the process."""
+    outcome: Future[Decoded] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return outcome

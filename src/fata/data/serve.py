@@ -158,13 +158,16 @@ def _slots(sources: Sequence[Pictures], first: list[Row], workers: int, count: i
 
 
 def _received(loader: Iterator[Sent], slots: Slots | None, device: torch.device) -> Decoded:
-    """Closing this ends the worker processes, whoever still holds the frames of an error."""
-    with slots.pinned(device) if slots else nullcontext():
-        for pixels, slot, rows, broken in loader:
-            if slots and slot is not None:
-                yield slots.copied(slot, rows, device), broken
-            else:
-                yield pixels.to(device, non_blocking=True), broken
+    """Its end is that of the worker processes, whoever still holds the frames of an error."""
+    try:
+        with slots.pinned(device) if slots else nullcontext():
+            for pixels, slot, rows, broken in loader:
+                if slots and slot is not None:
+                    yield slots.copied(slot, rows, device), broken
+                else:
+                    yield pixels.to(device, non_blocking=True), broken
+    finally:
+        getattr(loader, "_shutdown_workers", bool)()  # torch's own way only begins with the last
 
 
 def refuse(broken: Broken) -> None:

@@ -61,7 +61,7 @@ class Track:
         return shares.settings(self.model, spec, self.images, wanted)
 
     def forward(self) -> Call:
-        """The ceiling: a gradient-free pass."""
+        """A gradient-free pass, in the precision that the model has."""
         return torch.no_grad()(copy.deepcopy(self.model).eval())
 
     def plain(self, spec: str, fields: dict[str, Any]) -> Call:

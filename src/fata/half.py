@@ -45,8 +45,8 @@ def heads_of(model: nn.Module, logits: Callable[[], Tensor]) -> list[nn.Module]:
     """
     called: list[tuple[nn.Module, int]] = []
 
-    def note(module: nn.Module, _: Any, output: Tensor) -> None:
-        called.append((module, output.numel()))
+    def note(module: nn.Module, _: Any, output: Any) -> None:
+        called.append((module, output.numel() if isinstance(output, Tensor) else 0))
 
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | _ConvNd)]
     hooks = [layer.register_forward_hook(note) for layer in layers]

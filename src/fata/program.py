@@ -106,7 +106,7 @@ class Found(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Waiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses to wait for a device, as a recording would, which torch before 2.12 suffers from.
+    """Refuses what waits for a device. So does a recording, but torch before 2.12 is unwell then.
 
     Args:
         device: that would record.

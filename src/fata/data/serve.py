@@ -167,7 +167,7 @@ def _received(loader: Iterator[Sent], slots: Slots | None, device: torch.device)
                 else:
                     yield pixels.to(device, non_blocking=True), broken
     finally:
-        getattr(loader, "_shutdown_workers", bool)()  # torch's own way only begins with the last
+        getattr(loader, "_shutdown_workers", bool)()  # torch itself waits for the last reference
 
 
 def refuse(broken: Broken) -> None:

@@ -234,7 +234,7 @@ class Engine:
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
         except BaseException as error:
-            self.state = before
+            self.state, self.selected = before, None
             self.theta.write(before.theta)
             if self.watch:
                 self.watch.states = states

@@ -27,6 +27,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from fata.decompositions import TABLE
 
 OFTEN = 64  # calls after which a program is compiled
+WAITS = {  # operations that wait for the device
+    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
+    *("_unique2", "unique_dim", "unique_consecutive"),
+    "lift_fresh",  # a value of Python's that was copied there
+}
 _RECORDING = threading.Lock()
 
 Flat = Callable[..., Sequence[Tensor]]
@@ -79,7 +84,25 @@ class Kept:
         return place
 
 
-class Found(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Has every operation inside the context run by `run`."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """As torch calls it."""
+        return self.run(func, args, kwargs or {})
+
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation."""
+        return func(*args, **kwargs)
+
+
+class Found(Watching):
     """Holds the memory that a function finds, rather than makes: recorded, it is read for ever.
 
     A model may drop it before, such as what it keeps for the size of the latest images.
@@ -90,56 +113,36 @@ class Found(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.storages: dict[int, torch.UntypedStorage] = {}
         self._made: set[int] = set()
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run an operation; what it takes and no other has given was there before."""
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an operation takes and no other has given was there before."""
         taken = {s._cdata: s for s in _storages((args, kwargs))}
         self.storages |= {place: s for place, s in taken.items() if place not in self._made}
-        given = func(*args, **(kwargs or {}))
+        given = func(*args, **kwargs)
         self._made |= {s._cdata for s in _storages(given)}
         return given
 
 
-class Waiting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Waiting(Watching):
     """Refuses what waits for a device. So does a recording, but torch before 2.12 is unwell then.
 
     Args:
         device: that would record.
     """
 
-    WAITS = frozenset(
-        (
-            *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
-            *("_unique2", "unique_dim", "unique_consecutive"),
-            "lift_fresh",  # a value of Python's that was copied there
-        )
-    )
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
 
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation that does not wait."""
-        options = kwargs or {}
-        given = func(*args, **options)
+        given = func(*args, **kwargs)
         tensors = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
         if any(t.device.type == self.device for t in tensors):
-            name, apart = str(func).split(".")[1:2], len({t.device for t in tensors}) > 1
-            copies = apart and name in (["_to_copy"], ["copy_"]) and not options.get("non_blocking")
-            masked = name == ["index"] and any(t.dtype == torch.bool for t in tensors[1:-1])
-            if copies or masked or not self.WAITS.isdisjoint(name):
+            name = str(func).removeprefix("aten.").partition(".")[0]
+            apart = len({t.device for t in tensors}) > 1
+            copies = apart and name in ("_to_copy", "copy_") and not kwargs.get("non_blocking")
+            masked = name == "index" and any(t.dtype == torch.bool for t in tensors[1:-1])
+            if copies or masked or name in WAITS:
                 raise RuntimeError(f"{func} waits for the device")
         return given
 

@@ -85,7 +85,7 @@ class Kept:
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Has every operation inside the context run by `run`."""
+    """Gives every operation inside the context to `run`."""
 
     def __torch_dispatch__(
         self,

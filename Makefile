@@ -2,19 +2,24 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-all lint browser clean
 
 help:
-	@echo "make demo   adapt a trained network to corrupted images by every method: a table and a page"
-	@echo "make test   lint, type check and all tests"
-	@echo "make lint   ruff and mypy alone"
-	@echo "make clean  remove the environment"
+	@echo "make demo      adapt a trained network to corrupted images by every method: a table and a page"
+	@echo "make test      lint, type check and the tests that a change is likely to break"
+	@echo "make test-all  the same with all tests, as in CI"
+	@echo "make lint      ruff and mypy alone"
+	@echo "make clean     remove the environment"
 
 demo: $(VENV)/.installed
 	@$(BIN)/fata demo
 
-test: lint
-	@echo "== tests"
+test: lint browser
+	@echo "== tests (without the slow ones: make test-all)"
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow and not zoo"
+
+test-all: lint browser
+	@echo "== all tests"
 	@$(BIN)/python -m pytest -q -n 2
 
 lint: $(VENV)/.installed
@@ -29,6 +34,15 @@ $(VENV)/.installed: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	@touch $@
+
+# Not a Python package: apt-get installs it where it may. Without it tests are skipped; in CI they fail.
+browser:
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null \
+	|| { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && echo "== installing Chromium" && apt-get update -qq \
+	  && DEBIAN_FRONTEND=noninteractive apt-get install -qq --yes --no-install-recommends \
+	    chromium chromium-driver >/dev/null; } \
+	|| echo "== no browser tests: they need chromium and chromedriver (Debian: chromium-driver)"
 
 clean:
 	rm -rf $(VENV)

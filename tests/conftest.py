@@ -1,10 +1,60 @@
-"""Tests run in two processes on small networks: plain kernels on one thread are fastest there."""
+"""How PyTorch computes in the tests, and the browser they share.
 
+Tests run in two processes on small networks: one thread each is fastest there. No test may depend
+on how PyTorch computes: the variables FATA_TEST_* run the suite under other conditions.
+"""
+
+import os
 import platform
+import shutil
+import sys
 
+import pytest
 import torch
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("FATA_TEST_THREADS", "1")))
 if platform.machine() == "aarch64":
     torch.backends.mkldnn.set_flags(False)
     torch.backends.nnpack.set_flags(False)  # Winograd convolutions are too coarse for the traces
+if os.environ.get("FATA_TEST_ONEDNN") == "0":
+    torch.backends.mkldnn.set_flags(False)
+if os.environ.get("FATA_TEST_FLUSH") == "1" and not torch.set_flush_denormal(True):
+    sys.exit("FATA_TEST_FLUSH=1: this processor cannot flush denormal numbers to zero")
+
+BROWSER_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def browser_programs():
+    """Where Chromium and its driver are; without them a skip, and in CI a failure."""
+    programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
+    missing = " and ".join(name for name, path in programs.items() if path is None)
+    if missing:
+        told = f"needs a browser: {missing} not found (apt-get install chromium chromium-driver)"
+        pytest.fail(told) if os.environ.get("CI") else pytest.skip(told)
+    return programs
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory):
+    """Chromium without a window, driven by selenium; a test opens its own pages in it."""
+    programs = browser_programs()
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = programs["chromium"]
+    for flag in (*BROWSER_FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
+        options.add_argument(flag)
+    driver = webdriver.Chrome(options, webdriver.ChromeService(programs["chromedriver"]))
+    try:
+        yield driver
+    finally:
+        driver.quit()

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -492,6 +493,76 @@ def test_a_killed_run_loses_the_running_cell_at_most(tmp_path):
     after = lasting(Store(tmp_path / "r.db"))
     assert len(after) == 6
     assert {name: after[name] for name in kept} == kept
+
+
+def family(pid):
+    """The processes that a process has started."""
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in text.split()]
+
+
+def lives(pid):
+    """Whether a process runs; one that has ended may wait to be asked for its exit code."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs Linux's /proc")
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGTERM, 130), (signal.SIGKILL, -9)], ids=["SIGTERM", "kill -9"]
+)
+def test_workers_end_with_the_process_that_started_them(tmp_path, how, code):
+    command = [
+        *(sys.executable, "-m", "fata", "bench", "--model", "mini_resnet_bn", "--jobs", "2"),
+        *("--methods", "tent,tent+fata", "--store", str(tmp_path / "r.db")),
+    ]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert "cells" in running.stdout.readline()
+        while len(workers := family(running.pid)) < 3:  # two, and one that tracks resources
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.send_signal(how)
+        said, _ = running.communicate(timeout=120)
+        assert running.returncode == code
+        assert ("the same command goes on" in said) == (how == signal.SIGTERM)
+        deadline = time.monotonic() + 120
+        while any(map(lives, workers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(map(lives, workers))
+    finally:
+        running.kill()
+
+
+def test_a_full_disk_is_told(tmp_path, monkeypatch):
+    def full(self, *_):
+        with self._errors():
+            raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Store, "put", full)
+    arguments = ("--model", "mini_resnet_bn", "--methods", "source", "--domains", "fog")
+    told = bench(*arguments, "--images", 8, "--store", tmp_path / "r.db")
+    assert told.exit_code == 1
+    assert isinstance(told.exception, SystemExit)  # no traceback
+    assert "0 of 1 cells are kept" in told.output
+    assert "disk is full" in told.output
+
+
+def test_a_module_beside_is_never_taken_for_an_installed_one(tmp_path, monkeypatch):
+    """Only where a method is named by its module is the current folder looked in, and last."""
+    (tmp_path / "yaml.py").write_text("raise SystemExit('the module beside was run')")
+    mine = "import fata\nclass Mine(fata.Tent): name = 'mine'\n"
+    (tmp_path / "my_module_beside.py").write_text(mine)
+    grid = tmp_path / "grid.yaml"
+    for methods in ("source", "my_module_beside:Mine"):
+        grid.write_text(f"models: mini_resnet_bn\nimages: 8\ndomains: fog\nmethods: {methods}\n")
+        script = "from fata.cli import run; run()"  # as the installed command, unlike python -m
+        command = [sys.executable, "-P", "-c", script, "bench", "--config", grid, "--dry-run"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"fog-5 {methods} #0" in done.stdout
 
 
 # -- the command --------------------------------------------------------------------------------

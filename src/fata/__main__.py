@@ -1,5 +1,5 @@
 """`python -m fata`."""
 
-from fata.cli import app
+from fata.cli import run
 
-app(prog_name="fata")
+run()

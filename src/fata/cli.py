@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -26,6 +28,19 @@ app = typer.Typer(
 )
 for command in (demo, bench, report, reproduce, cost, data, corrupt, train_source, check):
     app.command()(command)
+
+
+def run() -> None:
+    """The program: SIGTERM, as `timeout` and batch systems send it, ends it as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _as_ctrl_c)
+    app(prog_name="fata")
+
+
+def _as_ctrl_c(_: int, frame: FrameType | None) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler):  # a job in the background ignores Ctrl-C, but not this
+        handler = signal.default_int_handler
+    handler(signal.SIGINT, frame)
 
 
 def _version(show: bool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fata.bench.formats import in_markdown
 from fata.bench.tables import AVERAGE, SHORT
 
 GAIN = "difference"  # the paper's column: of FATA to its host
@@ -69,16 +70,17 @@ def head(column: str) -> str:
 def markdown(sheet: Sheet) -> str:
     """Three lines a row."""
     lines = [
-        f"### {sheet.title}",
+        f"### {in_markdown(sheet.title)}",
         "",
-        f"| | | {' | '.join(map(head, sheet.columns))} |",
+        f"| | | {' | '.join(in_markdown(head(column)) for column in sheet.columns)} |",
         f"|---|---|{'---:|' * len(sheet.columns)}",
     ]
     for name, pairs in sheet.rows.items():
         texts = zip(*(pairs[column].texts for column in sheet.columns), strict=True)
         for kind, numbers in zip(LINES, texts, strict=True):
-            lines.append(f"| {name if kind == LINES[0] else ''} | {kind} | {' | '.join(numbers)} |")
-    return "\n".join([*lines, "", *(f"- {note}" for note in sheet.notes), ""])
+            first = in_markdown(name) if kind == LINES[0] else ""
+            lines.append(f"| {first} | {kind} | {' | '.join(numbers)} |")
+    return "\n".join([*lines, "", *(f"- {in_markdown(note)}" for note in sheet.notes), ""])
 
 
 def comma(sheet: Sheet) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Callable, Iterator
 
+from fata._text import printable
 from fata.bench.tables import AVERAGE, GROUPS, SHORT, Comparison, Line, Value
 
 
 def markdown(comparison: Comparison) -> str:
     """A table; the best is bold, a collapsed cell has a dagger."""
     columns = _columns(comparison)
-    head = ["method", *(SHORT.get(c, c) for c in columns), "gain"]
+    head = ["method", *(in_markdown(SHORT.get(c, c)) for c in columns), "gain"]
     lines = [
-        f"### {comparison.title}",
+        f"### {in_markdown(comparison.title)}",
         "",
         f"| {' | '.join(head)} |",
         f"|---{'|---:' * (len(head) - 1)}|",
@@ -24,8 +26,8 @@ def markdown(comparison: Comparison) -> str:
             f"**{text}**" if text and comparison.rank(column, line) == 1 else text
             for column, text in zip(columns, _texts(line, columns), strict=True)
         ]
-        lines.append(f"| {' | '.join([line.method, *cells, _gain(line)])} |")
-    notes = [line for note in comparison.notes for line in ("", note)]
+        lines.append(f"| {' | '.join([in_markdown(line.method), *cells, _gain(line)])} |")
+    notes = [line for note in comparison.notes for line in ("", in_markdown(note))]
     return "\n".join([*lines, *notes]) + "\n"
 
 
@@ -36,7 +38,7 @@ def latex(comparison: Comparison) -> str:
     heads = " & ".join(
         rf"\multicolumn{{{len(members)}}}{{c}}{{{name}}}" for name, members in groups if members
     )
-    names = " & ".join(["Method", *(_escaped(SHORT.get(c, c)) for c in columns), r"$\Delta$"])
+    names = " & ".join(["Method", *(in_latex(SHORT.get(c, c)) for c in columns), r"$\Delta$"])
     rows = []
     for line in comparison.lines:
         cells = []
@@ -44,10 +46,10 @@ def latex(comparison: Comparison) -> str:
             mark = {1: r"\textbf", 2: r"\underline"}.get(comparison.rank(column, line))
             text = text.replace("†", r"$^\dagger$").replace("±", r"$\pm$")
             cells.append(f"{mark}{{{text}}}" if mark and text else text)
-        rows.append(" & ".join([_escaped(line.method), *cells, _gain(line)]) + r" \\")
+        rows.append(" & ".join([in_latex(line.method), *cells, _gain(line)]) + r" \\")
     return "\n".join(
         [
-            *(f"% {line}" for line in (comparison.title, *comparison.notes)),
+            *(f"% {printable(line)}" for line in (comparison.title, *comparison.notes)),
             rf"\begin{{tabular}}{{l{'r' * (len(columns) + 1)}}}",
             r"\toprule",
             *([rf" & {heads} \\"] if heads else []),
@@ -98,5 +100,19 @@ def _gain(line: Line) -> str:
     return "" if line.gain is None else f"{line.gain:+.2f}"
 
 
-def _escaped(name: str) -> str:
-    return name.replace("_", r"\_")
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}
+
+
+def in_latex(name: str) -> str:
+    """A name as LaTeX shows it."""
+    return "".join(_LATEX.get(sign, sign) for sign in printable(name))
+
+
+def in_markdown(name: str) -> str:
+    """A name as Markdown shows it, also inside a table."""
+    return re.sub(r"([\\`*\[\]<>|~])", r"\\\1", printable(name))

@@ -1,93 +1,108 @@
-"""The report: one HTML page that needs no network."""
+"""The report: one HTML page that needs no network.
+
+The templates escape every name by themselves: a folder may be called anything.
+"""
 
 from __future__ import annotations
 
-import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from fata.bench.figures import ENTROPIES, colours, domains, figures
+from fata.bench.figures import ENTROPIES, Figure, colours, domains, figures
 from fata.bench.formats import text
 from fata.bench.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
 
-_STYLE, _SCRIPT = (Path(__file__).with_name(f"page.{kind}").read_text() for kind in ("css", "js"))
+_TEMPLATES = Path(__file__).with_name("templates")
 _MOST, _FEW = 12, 8  # lines in a figure at first: all of so many, or else so few
 
 
-def page(comparisons: Sequence[Comparison], title: str = "Test-time adaptation") -> str:
-    """Tables like the paper's, curves and histograms, with filters."""
-    methods = dict.fromkeys(_spec(line) for c in comparisons for line in c.lines)
-    filters = "".join(
-        _filter(name, values)
-        for name, values in (
-            ("model", dict.fromkeys(c.model for c in comparisons)),
-            ("scenario", dict.fromkeys(c.scenario for c in comparisons)),
-            ("method", methods),
+def page(
+    comparisons: Sequence[Comparison],
+    title: str = "Test-time adaptation",
+    story: Mapping[str, Any] | None = None,
+) -> str:
+    """Tables like the paper's, curves and histograms, with filters; above them a `story`."""
+    specs = dict.fromkeys(_spec(line) for c in comparisons for line in c.lines)
+    made: str = (
+        _environment()
+        .get_template("page.html")
+        .render(
+            title=title,
+            story=story,
+            filters={
+                "model": dict.fromkeys(c.model for c in comparisons),
+                "scenario": dict.fromkeys(c.scenario for c in comparisons),
+                "method": specs,
+            },
+            sections=[_section(number, c) for number, c in enumerate(comparisons)],
+            style=_asset("page.css"),
+            script=_asset("page.js"),
+            plotly=Markup(get_plotlyjs()),
         )
     )
-    sections = "".join(_section(number, c) for number, c in enumerate(comparisons))
-    return (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<link rel='icon' href='data:,'><title>{html.escape(title)}</title>"
-        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1>"
-        "<p>Accuracy in %, mean over seeds. <b>Bold</b> is best, <u>underlined</u> second best of "
-        "a column; <span class='collapsed'>&dagger;</span> marks cells in which one class took "
-        "over; the gain is that of FATA over its host.</p>"
-        f"<div class='filters'>{filters}</div>{sections}"
-        f"<script>{get_plotlyjs()}</script><script>{_SCRIPT}</script></body></html>"
+    return made
+
+
+def drawing(at: str, title: str, figure: Figure) -> dict[str, Any]:
+    """A figure as the templates take it; `at` is its id on the page."""
+    return {"id": at, "title": title, "content": figure._asdict(), "one": title == ENTROPIES}
+
+
+@cache
+def _environment() -> Environment:
+    made = Environment(
+        loader=FileSystemLoader(_TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    made.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return made
 
 
-def _filter(name: str, values: dict[str, None]) -> str:
-    boxes = "".join(
-        f"<label><input type='checkbox' name='{name}' value='{html.escape(value)}' checked> "
-        f"{html.escape(value)}</label> "
-        for value in values
-    )
-    return f"<div><b>{name}</b> {boxes}</div>"
+def _asset(name: str) -> Markup:
+    """A file of our own, which goes into the page as it is."""
+    return Markup((_TEMPLATES / name).read_text(encoding="utf-8"))
 
 
-def _section(number: int, comparison: Comparison) -> str:
-    plots, scripts = [], []
-    for place, (name, figure) in enumerate(figures(comparison).items()):
-        at = f"figure-{number}-{place}"
-        content = json.dumps(figure._asdict(), separators=(",", ":")).replace("</", "<\\/")
-        scripts.append(f"<script type='application/json' id='{at}'>{content}</script>")
-        one = _choice(line.method for line in comparison.lines) if name == ENTROPIES else ""
-        plots.append(f"<div><h3>{name} {one}</h3><div class='plot' data-from='{at}'></div></div>")
+def _section(number: int, comparison: Comparison) -> dict[str, Any]:
+    columns = (*comparison.columns, AVERAGE)
+    seeds = len({record.protocol["seed"] for record in comparison.records})
+    return {
+        "comparison": comparison,
+        "groups": list(_groups(columns)),
+        "columns": [(name, SHORT.get(name, name)) for name in columns],
+        "rows": [_row(comparison, line, columns) for line in comparison.lines],
+        "notes": (f"{seeds} seed{'s' if seeds > 1 else ''}", *comparison.notes),
+        "legend": _legend(comparison),
+        "domains": domains(comparison.records),
+        "methods": [line.method for line in comparison.lines],
+        "figures": [
+            drawing(f"figure-{number}-{place}", title, figure)
+            for place, (title, figure) in enumerate(figures(comparison).items())
+        ],
+        "protocols": _protocols(comparison),
+    }
+
+
+def _protocols(comparison: Comparison) -> str:
     protocols = [
         {**{k: v for k, v in r.protocol.items() if k not in ("domains", "seed")}, **r.circumstances}
         for r in comparison.records
     ]
-    distinct = list(dict.fromkeys(json.dumps(p, indent=1, sort_keys=True) for p in protocols))
-    shown = html.escape("\n".join(distinct[:20]))
-    seeds = len({record.protocol["seed"] for record in comparison.records})
-    about = (f"{seeds} seed{'s' if seeds > 1 else ''}", *comparison.notes)
-    return (
-        f"<section data-model='{html.escape(comparison.model)}' "
-        f"data-scenario='{html.escape(comparison.scenario)}'>"
-        f"<h2>{html.escape(comparison.title)}</h2>"
-        f"<div class='scroll'>{table(comparison)}</div>"
-        f"<p class='notes'>{'<br>'.join(map(html.escape, about))}</p>"
-        f"<details {'open' if number == 0 else ''}><summary>Figures</summary>"
-        f"{_legend(comparison)}"
-        f"<label>curves of {_choice(domains(comparison.records))}</label>"
-        f"<div class='figures'>{''.join(plots)}</div></details>"
-        f"<details><summary>Protocol</summary><pre>{shown}</pre></details>"
-        f"{''.join(scripts)}</section>"
-    )
+    distinct = dict.fromkeys(json.dumps(p, indent=1, sort_keys=True) for p in protocols)
+    return "\n".join(list(distinct)[:20])
 
 
-def _choice(values: Iterable[str]) -> str:
-    options = "".join(f"<option>{html.escape(value)}</option>" for value in values)
-    return f"<select>{options}</select>"
-
-
-def _legend(comparison: Comparison) -> str:
+def _legend(comparison: Comparison) -> list[dict[str, Any]]:
     """A box a method, for all figures of a section; of many, the plain and the best are drawn."""
 
     def place(line: Line) -> tuple[bool, float]:
@@ -95,46 +110,46 @@ def _legend(comparison: Comparison) -> str:
 
     lines = sorted(comparison.lines, key=place)
     drawn = {line.method for line in (lines if len(lines) <= _MOST else lines[:_FEW])}
-    boxes = "".join(
-        f"<label data-method='{html.escape(name.partition(' ')[0])}'><input type='checkbox' "
-        f"value='{html.escape(name)}'{' checked' if name in drawn else ''}>"
-        f"<i style='background:{colour}'></i>{html.escape(name)}</label> "
+    return [
+        {
+            "spec": name.partition(" ")[0],
+            "method": name,
+            "colour": colour,
+            "drawn": name in drawn,
+        }
         for name, colour in colours(comparison).items()
-    )
-    return f"<div class='legend'>{boxes}</div>"
+    ]
 
 
-def table(comparison: Comparison) -> str:
-    """The comparison as an HTML table."""
-    columns = (*comparison.columns, AVERAGE)
-    groups = {name: [c for c in members if c in columns] for name, members in GROUPS.items()}
-    grouped = sum(map(len, groups.values()))
-    over = "".join(f"<th colspan='{len(m)}'>{name}</th>" for name, m in groups.items() if m)
-    rest = f"<th colspan='{len(columns) - grouped + 1}'></th>"
-    heads = "".join(f"<th title='{c}'>{html.escape(SHORT.get(c, c))}</th>" for c in columns)
-    body = "".join(_row(comparison, line, columns) for line in comparison.lines)
-    return (
-        f"<table><thead><tr class='groups'><th></th>{over}{rest}</tr>"
-        f"<tr><th>method</th>{heads}<th>gain</th></tr></thead><tbody>{body}</tbody></table>"
-    )
+def _groups(columns: Sequence[str]) -> Iterator[tuple[str, int]]:
+    """The heads above the columns, each with how many it spans; the last is that of the rest."""
+    left = len(columns) + 1  # and the gain
+    for name, members in GROUPS.items():
+        if width := sum(member in columns for member in members):
+            yield name, width
+            left -= width
+    yield "", left
 
 
-def _row(comparison: Comparison, line: Line, columns: Sequence[str]) -> str:
+def _row(comparison: Comparison, line: Line, columns: Sequence[str]) -> dict[str, Any]:
     cells = []
     for column in columns:
         value = line.at(column)
         marks = [("", "best", "second")[comparison.rank(column, line)]]
         if value is not None and value.collapsed:
             marks.append("collapsed")
-        kind = " ".join(filter(None, marks))
-        cells.append(f"<td class='{kind}'>{text(value, deviation=column == AVERAGE)}</td>")
+        shown = text(value, deviation=column == AVERAGE)
+        cells.append({"marks": " ".join(filter(None, marks)), "text": shown})
     gain = "" if line.gain is None else f"{line.gain:+.2f}"
     way = {"+": "up", "-": "down"}.get(gain[:1], "") if gain not in ("+0.00", "-0.00") else ""
-    plus = " class='plus'" if "+" in line.method else ""
-    return (
-        f"<tr data-method='{html.escape(_spec(line))}'{plus}><td>{html.escape(line.method)}</td>"
-        f"{''.join(cells)}<td class='{way}'>{gain}</td></tr>"
-    )
+    return {
+        "spec": _spec(line),
+        "method": line.method,
+        "plus": "+" in line.method,
+        "cells": cells,
+        "gain": gain,
+        "way": way,
+    }
 
 
 def _spec(line: Line) -> str:

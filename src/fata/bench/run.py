@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess, parent_process
 from queue import Empty
+from threading import Thread
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -238,6 +241,7 @@ def _follow(
 def _work(workshop: Workshop, threads: int, name: int, inbox: Any, news: Any) -> None:
     """A worker: cell after cell, until there is none."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that shows ends its workers
+    Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     here = circumstances(torch.device(workshop.device))
     item = inbox.get()
@@ -251,6 +255,14 @@ def _work(workshop: Workshop, threads: int, name: int, inbox: Any, news: Any) ->
             news.put((name, number, "failed", told(error)))
         else:
             news.put((name, number, "done", here, result))
+
+
+def _end_with_parent() -> None:
+    """Wait for the end of the process that shows, however it ends, and end this one too."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _tell(news: Any, name: int, number: int, seen: int, accuracy: float) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,34 @@ CREATE TABLE IF NOT EXISTS cells (
 """
 
 
+# What the tables and figures of a record rely on: types by name, None where anything will do.
+_PROTOCOL = {
+    "model": str,
+    "weights": {"sha256": str},
+    "data": {"data": str},
+    "scenario": {"name": str},
+    "domains": list,
+    "severity": int,
+    "images": None,
+    "seed": int,
+    "method": str,
+    "host": dict,
+    "plus": None,
+    "lr": None,
+    "batch_size": int,
+}
+_RESULT = {
+    "accuracy": float,
+    "rows": int,
+    "domains": dict,
+    "collapsed_at": None,
+    "curve": {"batch": list, "online": list, "entropy": list, "selected": dict},
+    "classes": {"images": list, "right": list, "selected": dict},
+    "entropies": {"right": list, "wrong": list},
+    "seconds": float,
+}
+
+
 class StoreError(RuntimeError):
     """A file of results that cannot be read or written."""
 
@@ -40,16 +68,27 @@ class Record:
     result: Mapping[str, Any]
     finished: str
 
+    def check(self) -> None:
+        """Refuse a record that tables and figures cannot be made of."""
+        try:
+            _check({"protocol": _PROTOCOL, "result": _RESULT}, vars(self))
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"cell {self.key} is malformed: {error}.") from error
+
 
 class Store:
     """Finished cells. A cell is there whole or not at all; several processes may write.
 
     Args:
         path: of the SQLite file, made where it is missing.
+        read_only: read a file that is there, and change nothing.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], read_only: bool = False) -> None:
         self.path = Path(path)
+        if read_only:
+            self._open_to_read()
+            return
         if not self.path.parent.is_dir():
             raise StoreError(f"{self.path}: there is no folder {str(self.path.parent)!r}; make it.")
         if self.path.is_dir():
@@ -65,6 +104,19 @@ class Store:
             self._connection.execute(f"PRAGMA user_version = {VERSION}")
             self._connection.execute("COMMIT")
 
+    def _open_to_read(self) -> None:
+        if not self.path.is_file():
+            raise StoreError(f"there is no file {str(self.path)!r}.")
+        if not self.path.stat().st_size:
+            raise StoreError(f"{self.path} is empty: it holds no results.")
+        # Without a journal nobody writes, and SQLite need not make one beside the file.
+        journal = self.path.with_name(f"{self.path.name}-wal").exists()
+        mode = "mode=ro" if journal else "immutable=1"
+        with self._errors():
+            address = f"{self.path.resolve().as_uri()}?{mode}"
+            self._connection = sqlite3.connect(address, timeout=WAIT, uri=True)
+            self._check_version()
+
     def __contains__(self, key: str) -> bool:
         with self._errors():
             query = "SELECT 1 FROM cells WHERE key = ?"
@@ -79,8 +131,14 @@ class Store:
         query = "SELECT key, protocol, circumstances, result, finished FROM cells ORDER BY rowid"
         with self._errors():
             for key, *parts, finished in self._connection.execute(query).fetchall():
-                protocol, circumstances, result = (json.loads(part) for part in parts)
-                yield Record(key, protocol, circumstances, result, finished)
+                yield self._record(key, parts, finished)
+
+    def _record(self, key: str, parts: Sequence[str], finished: str) -> Record:
+        try:
+            protocol, circumstances, result = map(json.loads, parts)
+        except (TypeError, ValueError) as error:
+            raise StoreError(f"{self.path}: cell {key} is malformed: {error}.") from error
+        return Record(key, protocol, circumstances, result, finished)
 
     def put(
         self,
@@ -133,3 +191,14 @@ class Store:
             yield
         except sqlite3.Error as error:
             raise StoreError(f"the results in {self.path}: {error}.") from error
+
+
+def _check(shape: Mapping[str, Any], content: Any) -> None:
+    """Refuse content that lacks something of the shape."""
+    for name, kind in shape.items():
+        if not isinstance(content, Mapping) or name not in content:
+            raise ValueError(f"it has no {name!r}")
+        if isinstance(kind, dict):
+            _check(kind, content[name])
+        elif kind is not None and not isinstance(content[name], kind):
+            raise TypeError(f"{name!r} is {content[name]!r:.40}")

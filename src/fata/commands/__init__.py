@@ -1,25 +1,44 @@
 """The commands of `fata`, one file each."""
 
+import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
-console = Console()
+from fata._text import printable
+
+_OWN_CLASS = re.compile(r"[\w.]+:[A-Za-z_]\w*(\+fata)?(:.*)?")  # not eata:lr=1e-3
+
+
+class Terminal(Console):
+    """Shows every text as it is: a name such as `[bold]` or with an escape code changes nothing."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, highlight=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Leave control characters out, which would reach the terminal."""
+        return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
+
+
+console = Terminal()
 
 
 def say(text: str) -> None:
-    """Print a line as it is: nothing coloured, nothing broken."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    """Print a line; nothing is broken to the terminal's width."""
+    console.print(text, soft_wrap=True)
 
 
-def look_here() -> None:
-    """Let modules of this folder be named, as for `python -m`."""
+def look_here(methods: Iterable[str]) -> None:
+    """Let methods of this folder's modules be named; modules that are installed come first."""
     here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    if any(map(_OWN_CLASS.fullmatch, methods)) and here not in sys.path:
+        sys.path.append(here)
 
 
 def chosen_device(name: str | None) -> str:

@@ -18,6 +18,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from fata.commands import Device, Jobs, Workers, chosen_device, console, look_here, say
 
@@ -153,13 +154,13 @@ def bench(
         "guard": guard,
     }
     given = {name: value for name, value in flags.items() if value is not None}
-    look_here()
     with _place(on, address, gpus_per_cell, device, jobs, dry_run) as (own_device, runner):
         group, own_device = ranks.join(own_device)
         if group is not None and (on or jobs > 1 or dry_run):
             raise typer.BadParameter("--on, --jobs and --dry-run are not for use under torchrun.")
         try:
             grid = _grid(config, given)
+            look_here(grid.methods)
             parts = (grid.jpeg, grid.fisher, workers, skip_damaged)
             workshop = Workshop(own_device, *parts, group=group)
             if ranks.follows(group):
@@ -222,16 +223,21 @@ def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) 
 
 def carry_out(tasks: Sequence[Task], store: Store, workshop: Workshop, runner: Runner) -> Show:
     """Run cells and show how it goes; Ctrl-C leaves those that are done."""
+    from fata.bench.store import StoreError
+
     watcher, anew = Show(len(tasks)), any(task.key in store for task in tasks)
     try:
         with watcher:
             runner(tasks, store, workshop, watcher)
     except KeyboardInterrupt:
-        console.print(
+        say(
             f"stopped: {watcher.finished} of {len(tasks)} cells done and kept in {store.path}; the "
             f"same command {'begins anew' if anew else 'goes on from there'}"
         )
         raise typer.Exit(130) from None
+    except StoreError as error:  # such as a full disk
+        say(f"stopped, {watcher.finished} of {len(tasks)} cells are kept: {error}")
+        raise typer.Exit(1) from None
     return watcher
 
 
@@ -302,11 +308,11 @@ class Show:
         self.finished, self.total = 0, total
         self.failures: list[tuple[Cell, str]] = []
         self._progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"),
+            TextColumn("{task.fields[note]}", markup=False),
             console=console,
             transient=True,
             disable=not console.is_terminal,
@@ -361,7 +367,7 @@ class Show:
     def close(self) -> None:
         """Tell what failed, if anything did, and end with exit code 1."""
         for cell, why in self.failures:
-            console.print(f"[red]failed[/] {cell}: {why}", highlight=False)
+            console.print(Text("failed", "red"), f"{cell}: {why}")
         if self.failures:
             raise typer.Exit(1)
 

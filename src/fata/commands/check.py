@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import track
 from rich.table import Table
+from rich.text import Text
 
 from fata.commands import console, look_here
 
@@ -50,14 +51,15 @@ def check(
                 failures.setdefault(one.__name__, {}).setdefault(problem, []).append(where)
     table = Table("check", "", "what it holds to", title=f"{mine!r}")
     for one in battery.CHECKS:
-        mark = "[red]fails[/]" if one.__name__ in failures else "[green]holds[/]"
+        fails = one.__name__ in failures
+        mark = Text("fails", "red") if fails else Text("holds", "green")
         table.add_row(one.__name__.replace("_", " "), mark, (one.__doc__ or "").splitlines()[0])
     console.print(table)
     for name, problems in failures.items():
-        console.print(f"[red]{name.replace('_', ' ')}[/]")
+        console.print(Text(name.replace("_", " "), "red"))
         for problem, cases in problems.items():
             more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-            console.print(f"  {problem} ({cases[0]}{more})", highlight=False, markup=False)
+            console.print(f"  {problem} ({cases[0]}{more})")
     if failures:
         raise typer.Exit(1)
 
@@ -65,7 +67,7 @@ def check(
 def _load(target: str) -> Method:
     from fata.methods.outside import outside
 
-    look_here()
+    look_here([target])
     try:
         return outside(target)()
     except ValueError as error:

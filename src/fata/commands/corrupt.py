@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import Progress
 
-from fata.commands import console
+from fata.commands import console, say
 
 
 def corrupt(
@@ -42,4 +42,4 @@ def corrupt(
         drawn.save(output)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"cannot write {str(output)!r}: {error}") from error
-    console.print(f"{output}: {len(names)} corruptions, {drawn.width} x {drawn.height} pixels")
+    say(f"{output}: {len(names)} corruptions, {drawn.width} x {drawn.height} pixels")

@@ -9,7 +9,7 @@ from rich import box
 from rich.progress import track
 from rich.table import Table
 
-from fata.commands import console
+from fata.commands import console, say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,7 +76,7 @@ def cost(
         f"selected, {again}",
         f"F, a forward pass: {whole} GMACs{behind}",
     ):
-        console.print(line, highlight=False, soft_wrap=True)
+        say(line)
     console.print(_table(costs, digits))
 
 

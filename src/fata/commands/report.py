@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fata.commands import console
+from fata._files import write_whole
+from fata.commands import say
 
 if TYPE_CHECKING:
     from fata.bench.store import Record
@@ -39,12 +40,13 @@ def report(
         raise typer.BadParameter(f"format {kind!r}: choose from html, {', '.join(FORMATS)}.")
     records: dict[str, Record] = {}
     for path in stores:
-        if not path.is_file():
-            raise typer.BadParameter(f"there is no file {str(path)!r}.")
         try:
-            records |= {record.key: record for record in Store(path)}
+            found = {record.key: record for record in Store(path, read_only=True)}
+            for record in found.values():
+                record.check()
         except StoreError as error:
             raise typer.BadParameter(str(error)) from error
+        records |= found
     if not records:
         raise typer.BadParameter(f"{stores[0]} has no results yet: fata bench makes some.")
     tables = comparisons(records.values())
@@ -58,8 +60,8 @@ def report(
         print(content, end="")
         return
     try:
-        output.write_text(content, encoding="utf-8")
+        write_whole(output, content)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(output)!r}: {error}") from error
     tables_made = "one table" if len(tables) == 1 else f"{len(tables)} tables"
-    console.print(f"{output}: {tables_made} of {len(records)} cells")
+    say(f"{output}: {tables_made} of {len(records)} cells")

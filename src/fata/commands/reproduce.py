@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from fata._files import write_whole
 from fata.commands import Device, Jobs, chosen_device, say
 from fata.commands.bench import announce, carry_out, here, preview
 
@@ -144,7 +145,7 @@ def _show_and_write(
     else:
         content = FORMATS[kind](made)
     try:
-        output.write_text(content, encoding="utf-8")
+        write_whole(output, content)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(output)!r}: {error}") from error
     say(f"{'report' if kind == 'html' else 'numbers'}: {output}")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
+from rich.text import Text
 
+from fata._text import printable
 from fata.bench.formats import text
 from fata.bench.tables import AVERAGE, SHORT, Comparison, Line
 from fata.commands import console, say
@@ -26,19 +28,22 @@ def _table(comparison: Comparison, columns: Sequence[str]) -> Table:
     table = Table()
     table.add_column("method", no_wrap=True)
     for column in columns:
-        table.add_column(SHORT.get(column, column), justify="right", no_wrap=True)
+        table.add_column(_head(column), justify="right", no_wrap=True)
     for line in comparison.lines:
         cells = [_coloured(comparison, line, column) for column in columns]
         table.add_row(line.method, *cells, end_section="+" in line.method)
     return table
 
 
-def _coloured(comparison: Comparison, line: Line, column: str) -> str:
+def _coloured(comparison: Comparison, line: Line, column: str) -> Text:
     content = _plain(line, column)
     if column == _GAIN:
-        colour = {"+": "green", "-": "red"}.get(content[:1], "white")
-        return f"[{colour}]{content}[/]"
-    return f"[bold green]{content}[/]" if comparison.rank(column, line) == 1 else content
+        return Text(content, {"+": "green", "-": "red"}.get(content[:1], ""))
+    return Text(content, "bold green" if comparison.rank(column, line) == 1 else "")
+
+
+def _head(column: str) -> str:
+    return printable(SHORT.get(column, column))
 
 
 def _plain(line: Line, column: str) -> str:
@@ -55,7 +60,7 @@ def _fitting(comparison: Comparison) -> Iterator[list[str]]:
     left = room
     for column in (*comparison.columns, AVERAGE, _GAIN):
         contents = [len(_plain(line, column)) for line in comparison.lines]
-        wide = max(len(SHORT.get(column, column)), *contents) + border
+        wide = max(len(_head(column)), *contents) + border
         if some and wide > left:
             yield some
             some, left = [], room

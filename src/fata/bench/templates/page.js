@@ -23,6 +23,19 @@ const base = {
 };
 const every = new Set([...document.querySelectorAll("input[name=method]")].map(box => box.value));
 const read = {};  // figures that were looked at
+const figure = plot => read[plot.dataset.from] ??=
+  JSON.parse(document.getElementById(plot.dataset.from).textContent);
+
+// Plotly reads a name as markup: show it as it is.
+const plain = text => String(text).replace(/[&<>]/g, sign => `&#${sign.charCodeAt(0)};`);
+
+function react(plot, traces, layout, x) {
+  const drawn = traces.map(trace => ({
+    x, ...trace, name: plain(trace.name), ...(trace.text && {text: trace.text.map(plain)}),
+  }));
+  const both = {xaxis: {...axis, ...layout.xaxis}, yaxis: {...axis, ...layout.yaxis}};
+  Plotly.react(plot, drawn, {...base, ...layout, ...both}, {responsive: true, displayModeBar: false});
+}
 
 // Figures are drawn when they are seen: a page may hold hundreds.
 function draw() {
@@ -33,18 +46,19 @@ function draw() {
     const off = new Set(boxes.map(box => box.value));
     for (const plot of section.querySelectorAll("details[open] .plot")) {
       const own = plot.parentElement.querySelector("select") ?? section.querySelector("select");
-      const id = plot.dataset.from;
-      const {data, layout, x} = read[id] ??= JSON.parse(document.getElementById(id).textContent);
+      const {data, layout, x} = figure(plot);
       const drawn = data.filter(trace =>
         !gone(trace.name) && (layout.showlegend || !off.has(trace.name)) &&
-        (trace.meta === undefined || trace.meta === own.value))
-        .map(trace => ({x, ...trace}));
-      const both = {xaxis: {...axis, ...layout.xaxis}, yaxis: {...axis, ...layout.yaxis}};
-      Plotly.react(plot, drawn, {...base, ...layout, ...both}, {responsive: true, displayModeBar: false});
+        (trace.meta === undefined || trace.meta === own.value));
+      react(plot, drawn, layout, x);
     }
   }
 }
 
 document.addEventListener("change", show);
 for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", draw);
+for (const plot of document.querySelectorAll(".story .plot")) {
+  const {data, layout, x} = figure(plot);
+  react(plot, data, layout, x);
+}
 show();

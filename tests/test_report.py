@@ -3,8 +3,7 @@
 import csv
 import io
 import re
-import shutil
-import subprocess
+import sqlite3
 
 import pytest
 from typer.testing import CliRunner
@@ -186,6 +185,11 @@ def test_folders_keep_their_names_and_ties_their_places(store):
     assert [table.rank("camera-1", line) for line in table.lines] == [0, 1, 1]
 
 
+def told(result):
+    """What a command said, without the frame around it."""
+    return " ".join(result.output.replace("│", " ").split())
+
+
 def report(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
@@ -231,54 +235,166 @@ def test_wrong_input_is_told(tmp_path, store):
         ((store.path, "-o", tmp_path / "r.pdf"), "choose from html"),
         ((store.path, "-o", tmp_path / "nowhere" / "r.html"), "cannot write"),
     ):
-        told = report(*arguments)
-        assert told.exit_code == 2
-        assert why in " ".join(told.output.replace("│", " ").split())
+        result = report(*arguments)
+        assert result.exit_code == 2
+        assert why in told(result)
 
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-WATCH = "<script>window.onerror = m => document.documentElement.dataset.error = m</script>"
-UNCHECK = """<script>
-for (const one of ['input[value="tent+fata"]', '.legend input[value="sar+fata"]']) {
-  const box = document.querySelector(one);
-  box.checked = false;
-  box.dispatchEvent(new Event('change', {bubbles: true}));
-}
-</script>"""
-SAY = """<script>
-const lines = document.querySelector('.plot').data.map(line => line.name);
-document.documentElement.dataset.lines = lines.join(' ');
-</script>"""
+def opened(browser, tmp_path, content):
+    """The page in a browser, which notes errors of its scripts."""
+    watch = "<script>window.wrong = []; window.onerror = m => window.wrong.push(m)</script>"
+    path = tmp_path / "page.html"
+    path.write_text(content.replace("<head>", f"<head>{watch}"), encoding="utf-8")
+    browser.get(path.as_uri())
+    assert browser.execute_script("return window.wrong") == []
 
 
-def dom(tmp_path, content):
-    """The page as a browser has it, after its scripts."""
-    (tmp_path / "page.html").write_text(content, encoding="utf-8")
-    command = [
-        *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"),
-        *("--dump-dom", (tmp_path / "page.html").as_uri()),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+def lines_drawn(browser):
+    script = "return document.querySelector('.plot').data.map(line => line.name)"
+    return browser.execute_script(script)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium (Debian: apt-get install chromium)")
-def test_the_page_works_in_a_browser(store, tmp_path):
-    content = page(comparisons(store)).replace("<head>", f"<head>{WATCH}")
-    content = content.replace("</body>", f"{SAY}</body>")
-    seen = dom(tmp_path, content)
-    assert "data-error" not in seen
-    assert seen.count('class="main-svg"') >= 8  # the figures are drawn
-    row = re.search(r'<tr data-method="tent\+fata".*?</tr>', seen, re.DOTALL).group()
-    assert re.findall(r"<td[^>]*>([^<]*)</td>", row) == [
-        *("tent+fata", "58.50", "59.50", "60.50", "59.50 ± 0.71", "+3.00")
-    ]
-    assert "hidden" not in row.partition(">")[0]
-    assert 'data-lines="source norm tent tent+fata sar sar+fata"' in seen
-    filtered = dom(tmp_path, content.replace(SAY, UNCHECK + SAY))
-    assert "data-error" not in filtered
-    hidden = re.findall(r'<tr data-method="([^"]*)"[^>]*hidden', filtered)
-    assert hidden == ["tent+fata"]
-    assert 'data-lines="source norm tent sar"' in filtered  # and a box of the figures
+def test_the_page_works_in_a_browser(store, tmp_path, browser):
+    opened(browser, tmp_path, page(comparisons(store)))
+    drawn = "return document.querySelectorAll('.main-svg').length"
+    assert browser.execute_script(drawn) >= 8
+    row = browser.find_element("css selector", "tr[data-method='tent+fata']")
+    assert row.text == "tent+fata 58.50 59.50 60.50 59.50 ± 0.71 +3.00"
+    assert lines_drawn(browser) == list(ACCURACY)
+    browser.find_element("css selector", "input[name=method][value='tent+fata']").click()
+    browser.find_element("css selector", ".legend input[value='sar+fata']").click()
+    assert not row.is_displayed()
+    assert browser.find_element("css selector", "tr[data-method='sar+fata']").is_displayed()
+    assert lines_drawn(browser) == ["source", "norm", "tent", "sar"]
+
+
+HOSTILE = (
+    "'><img src=x onerror=attack()>",
+    '"><img src=x onerror=attack()>',
+    "<!--<script>",
+    "</script><script>attack()</script>",
+    "a & b | c_d % $ # { } ~ ^ \\ [bold]x[/bold] \x1b[31m",
+)
+
+
+@pytest.fixture
+def hostile(store, tmp_path):
+    """Every name that a page shows is hostile, each in turn."""
+    other = Store(tmp_path / "hostile.db")
+    for number, name in enumerate(HOSTILE):
+        for record in (r for r in store if r.protocol["seed"] == 0):
+            domain = f"{name} {record.protocol['domains'][0]}"
+            protocol = {
+                **record.protocol,
+                "model": f"model {name}",
+                "data": {"data": f"data {name}", "images": {domain: name}},
+                "scenario": {"name": f"scenario {name}", "option": name},
+                "weights": {"sha256": name, "tag": name},
+                "domains": [domain],
+                "host": {**record.protocol["host"], "field": name},
+                "lr": name,
+            }
+            if "+" in protocol["method"]:
+                protocol["plus"] = {**protocol["plus"], "layer": name}
+            protocol["method"] += f" {name}"
+            made = {**record.result, "domains": {domain: record.result["accuracy"]}}
+            other.put(f"{number} {record.key}", protocol, {"device": name}, made)
+    return other
+
+
+def test_hostile_names_are_shown_and_never_run(hostile, tmp_path, browser):
+    script = "<script>window.attacked = 0; const attack = () => { window.attacked += 1 }</script>"
+    tables = comparisons(hostile)
+    content = page(tables, HOSTILE[0]).replace("<head>", f"<head>{script}")
+    opened(browser, tmp_path, content)
+    for details in browser.find_elements("css selector", "details:not([open]) > summary"):
+        browser.execute_script("arguments[0].click()", details)
+    browser.execute_async_script("setTimeout(arguments[0], 300)")  # figures of what was opened
+    assert browser.execute_script("return [window.attacked, window.wrong]") == [0, []]
+    assert not browser.find_elements("css selector", "img, a")
+    assert browser.title == HOSTILE[0]
+    heads = [head.get_attribute("title") for head in browser.find_elements("css selector", "th")]
+    for name in HOSTILE:
+        assert any(head.startswith(name) for head in heads if head)
+        assert any(f"model {name.split()[0]}" in title.text for title in section_titles(browser))
+    assert len(browser.find_elements("css selector", "section")) == len(HOSTILE)
+    assert not any("<" in name for name in lines_drawn(browser))  # Plotly would read markup
+
+
+def section_titles(browser):
+    return browser.find_elements("css selector", "section > h2")
+
+
+def test_hostile_names_on_the_terminal_in_markdown_and_in_latex(hostile, monkeypatch):
+    monkeypatch.setattr(console, "width", 4000)
+    with console.capture() as captured:
+        for table in comparisons(hostile):
+            show(table)
+    shown = captured.get()
+    assert "[bold]x[/bold]" in shown
+    assert "\x1b" not in shown
+    markdown = report(hostile.path, "--format", "md").output
+    for table in markdown.split("###")[1:]:
+        rows = [line for line in table.splitlines() if line.startswith("|")]
+        cells = {len(re.findall(r"(?<!\\)\|", row)) for row in rows}
+        assert len(cells) == 1  # a name adds no column
+    assert not re.search(r"(?<!\\)<(?:img|script|!--)", markdown)
+    latex = report(hostile.path, "--format", "latex").output
+    body = [line for line in latex.splitlines() if not line.startswith("%")]
+    assert r"a \& b | c\_d \% \$ \# \{ \} \textasciitilde{}" in "\n".join(body)
+    assert r"\textasciicircum{} \textbackslash{} [bold]x[/bold]" in "\n".join(body)
+    widths = {len(re.findall(r"(?<!\\)&", line)) for line in body if line.endswith(r"\\")}
+    assert len(widths) == 1
+
+
+def test_reading_changes_nothing(store, tmp_path):
+    """On a read-only mount nothing can be written beside the file either."""
+    store.close()
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert report(store.path, "--format", "md").exit_code == 0
+    (tmp_path / "nothing.db").touch()
+    assert "is empty" in told(report(tmp_path / "nothing.db"))
+    (tmp_path / "nothing.db").unlink()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_store_that_is_written_to_is_read_to_its_last_record(store):
+    """What stands in the journal counts."""
+    (first, *_) = store
+    store.put("last", first.protocol, {}, first.result)
+    assert "last" in Store(store.path, read_only=True)
+
+
+@pytest.mark.parametrize(
+    ("column", "content", "why"),
+    [
+        ("result", "{", "is malformed"),
+        ("result", "[]", "no 'accuracy'"),
+        ("result", '{"accuracy": "high"}', "'accuracy' is 'high'"),
+        ("protocol", "{}", "no 'model'"),
+        ("protocol", '{"model": "m", "weights": 3}', "no 'sha256'"),
+    ],
+)
+def test_a_malformed_record_is_told(store, column, content, why):
+    with sqlite3.connect(store.path) as connection:
+        connection.execute(f"UPDATE cells SET {column} = ? WHERE rowid = 3", (content,))
+    result = report(store.path, "-o", store.path.with_suffix(".html"))
+    assert result.exit_code == 2
+    assert why in told(result)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_old_one(store, tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    old = tmp_path / "old.html"
+    old.write_text("the old one")
+    monkeypatch.setattr("fata._files.os.fsync", full)
+    result = report(store.path, "-o", old)
+    assert result.exit_code == 2
+    assert "No space left" in told(result)
+    assert old.read_text() == "the old one"
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_figures_show_what_fata_selects(store):

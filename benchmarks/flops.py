@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fata
+from fata.tap import Tap
 
 NETWORKS = ("resnet50_gn", "vit_base_patch16_224")
 
@@ -41,7 +42,7 @@ def main() -> None:
     images = torch.rand(2, 3, 224, 224)
     for name in NETWORKS:
         model = timm.create_model(name).eval()
-        tap = fata.tap.Tap(model, "auto")
+        tap = Tap(model, "auto")
         with torch.no_grad():
             forward = flops(lambda model=model: model(images))
             recording = tap.record(images)

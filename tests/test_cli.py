@@ -1,4 +1,4 @@
-"""The command: a method of one's own under the battery, the demo, and wrong input."""
+"""The command: a method of one's own under the battery, and wrong input."""
 
 import subprocess
 import sys
@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 import fata
 from fata.cli import app
-from fata.methods import HOSTS
 
 GOOD = '''
 from dataclasses import dataclass
@@ -151,20 +150,6 @@ def test_check_refuses(call, target, message):
     assert message in " ".join(result.output.replace("│", " ").split())
 
 
-def test_demo_prints_every_method_and_a_report(call, tmp_path):
-    result = call("demo", "--images", "8", "--output", str(tmp_path / "out"))
-    assert result.exit_code == 0, result.output
-    for spec in ("source", "norm", *(f"{h}{p}" for h in HOSTS for p in ("", "+fata"))):
-        assert f"│ {spec} " in result.output
-    assert (tmp_path / "out" / "report.html").stat().st_size > 1e6
-    again = call("demo", "--images", "8", "--output", str(tmp_path / "out"))
-    assert "0 of them now" in again.output
-
-
-def test_demo_refuses_a_model_that_is_not_here(call):
-    assert call("demo", "--model", "resnet50_gn").exit_code == 2
-
-
 def test_version_and_help(call):
     assert fata.__version__ in call("--version").output
     assert "check" in call("--help").output
@@ -184,6 +169,14 @@ def test_help_does_not_wait_for_pytorch():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.count("Usage:") == 1 + len(names)
+
+
+def test_the_list_of_the_papers_tables_does_not_wait_for_pytorch():
+    code = "import sys; from fata.cli import app\ntry: app(['reproduce'])\nfinally: print(*sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    *told, modules = ran.stdout.splitlines()
+    assert [line.partition(":")[0] for line in told][:2] == ["table1a", "table1b"]
+    assert not {"torch", "torchvision", "timm", "plotly", "numpy"} & {*modules.split()}
 
 
 def test_public_names_are_found_when_asked_for():

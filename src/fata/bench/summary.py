@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fata.bench import paired
+
 POINTS = 100  # of a curve
 BINS = 50  # of the histogram of entropies
 WINDOW = 640  # rows in which a collapse is looked for
@@ -51,6 +53,7 @@ def summary(rows: Rows, classes: int, terms: Sequence[str], ends: Sequence[int])
     return {
         "rows": len(rows),
         "accuracy": accuracy,
+        "right": paired.pack(rows.right),
         "error": 100 - accuracy,
         "calibration_error": calibration_error(rows),
         "classes": by_class(rows, classes, selected),

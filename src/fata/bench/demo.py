@@ -1,0 +1,321 @@
+"""The demo: which cells it runs, and the story that they tell.
+
+Each network meets, of each of the benchmark's four groups, the corruption that costs the unadapted
+network most accuracy (10,000 images, three orders: docs/results.md); of weather it is fog, for the
+pictures of frost are not in the package. EATA is the host that gained most there. FATA is compared
+on the two of these corruptions that are hardest for the BatchNorm network, by which all hosts
+learn; the guard where a host collapses.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+
+from fata.bench.cell import Cell
+from fata.bench.figures import Figure
+from fata.bench.grid import Grid
+from fata.bench.paired import Flags, Gain, gain, unpack
+from fata.bench.store import Record
+from fata.bench.tables import domain_name
+from fata.data import Dataset
+from fata.data import open as open_data
+
+NETWORKS = {"mini_resnet_bn": "BatchNorm", "mini_resnet_gn": "GroupNorm"}
+BN, GN = NETWORKS
+HARDEST = {
+    BN: ("impulse_noise", "glass_blur", "fog", "contrast"),
+    GN: ("gaussian_noise", "glass_blur", "fog", "pixelate"),
+}
+IMAGES = {BN: 1024, GN: 2000}  # without BatchNorm it takes more steps
+HOSTS = ("tent", "eata", "sar", "deyo")
+COMPARED = ("impulse_noise", "contrast")
+COLLAPSING, COLLAPSE = "deyo", "gaussian_noise"
+NO_FISHER = ":fisher_alpha=0"  # computing EATA's penalty would take as long as the demo
+WINDOW = 256  # images, of a curve
+PICTURES = 8  # of each corruption
+_GREY, _BLUE, _ORANGE, _RED = "#9aa3b2", "#7fb0dc", "#e6550d", "#b3261e"
+
+
+def cells(images: int | None) -> list[Cell]:
+    """Everything that the demo runs, each once; at most so many `images` of a corruption."""
+    bn, gn = (n if images is None else min(images, n) for n in IMAGES.values())
+    fata = [f"{host}{plus}" for host in HOSTS for plus in ("", "+fata")]
+    compared = tuple(m + NO_FISHER if m.startswith("eata") else m for m in fata)
+    eata = f"eata{NO_FISHER}"
+    unguarded, guarded = (
+        Grid((GN,), methods=(COLLAPSING,), domains=(COLLAPSE,), images=gn, guard=guard)
+        for guard in (False, True)
+    )
+    grids = (
+        Grid((BN,), methods=("source", "norm", eata), domains=HARDEST[BN], images=bn),
+        Grid((BN,), methods=compared, domains=COMPARED, images=bn),
+        Grid((GN,), methods=("source", eata), domains=HARDEST[GN], images=gn),
+        *(unguarded, guarded),
+    )
+    every = [cell for grid in grids for cell in grid.cells(open_data)]
+    return list({str(cell): cell for cell in every}.values())
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What adapting does on one corruption: accuracies in %, and images that change."""
+
+    network: str
+    corruption: str
+    before: float
+    norm: float | None  # batch statistics alone, without learning
+    after: float
+    became_right: int
+    became_wrong: int
+    images: int
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What FATA adds to a host."""
+
+    host: str
+    alone: float
+    together: float
+    gain: Gain
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A stream on which adapting collapses: accuracy over the last images, by curve."""
+
+    curves: dict[str, list[float]]
+    accuracy: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Story:
+    """What the cells show, in the order in which it is told."""
+
+    effects: tuple[Effect, ...]
+    additions: tuple[Addition, ...]
+    guarded: Guarded
+
+    def mean(self, network: str, what: str) -> float:
+        """Of a network's corruptions."""
+        return float(np.mean([getattr(e, what) for e in self.effects if e.network == network]))
+
+    @property
+    def sentences(self) -> tuple[str, str, str]:
+        """The whole in three."""
+        return self._adapting(), self._adding(), self._guarding()
+
+    def _adapting(self) -> str:
+        parts = []
+        for network, name in NETWORKS.items():
+            own = [effect for effect in self.effects if effect.network == network]
+            best = max(own, key=lambda effect: effect.after - effect.before)
+            before, after = (self.mean(network, what) for what in ("before", "after"))
+            parts.append(
+                f"{name} network {before:.0f} % -> {after:.0f} % on average, "
+                f"{best.before:.0f} % -> {best.after:.0f} % on {spoken(best.corruption)}"
+            )
+        before, norm, after = (self.mean(BN, what) for what in ("before", "norm", "after"))
+        return (
+            f"Adapting without labels: {'; '.join(parts)}. (Of the BatchNorm network's points "
+            f"{norm - before:+.1f} are the batch's statistics and {after - norm:+.1f} learning.)"
+        )
+
+    def _adding(self) -> str:
+        clear = [a for a in self.additions if a.gain.sign]
+        if not clear:
+            low, high = (f(a.gain.mean for a in self.additions) for f in (min, max))
+            return (
+                f"FATA changes its hosts by {low:+.2f} to {high:+.2f} points here, within the "
+                f"noise of {self.additions[0].gain.images:,} images: no gain and no loss is shown."
+            )
+        some = ", ".join(f"{a.host} {a.gain} points" for a in clear)
+        rest = len(self.additions) - len(clear)
+        others = f"; the other {rest} differences are within noise" if rest else ""
+        return f"FATA, with its 95 % interval: {some}{others}."
+
+    def _guarding(self) -> str:
+        source, alone, watched = self.guarded.accuracy.values()
+        return (
+            f"The guard, on by default: on {spoken(COLLAPSE)} DeYO alone collapses, {source:.0f} % "
+            f"unadapted -> {alone:.0f} %; with the guard it ends at {watched:.0f} %."
+        )
+
+
+def tell(records: Sequence[Record]) -> Story:
+    """The story of the demo's cells, which must all be there."""
+    found = {_place(record): record for record in records}
+
+    def right(network: str, method: str, corruption: str, guard: bool = False) -> Flags:
+        record = found[network, method, corruption, guard]
+        return unpack(record.result["right"], record.result["rows"])
+
+    effects = []
+    for network, corruptions in HARDEST.items():
+        for corruption in corruptions:
+            before, after = (right(network, m, corruption) for m in ("source", "eata"))
+            norm = right(network, "norm", corruption) if network == BN else None
+            effects.append(
+                Effect(
+                    network,
+                    corruption,
+                    _percent(before),
+                    None if norm is None else _percent(norm),
+                    _percent(after),
+                    int((after & ~before).sum()),
+                    int((before & ~after).sum()),
+                    len(before),
+                )
+            )
+    additions = []
+    for host in HOSTS:
+        alone, together = ([right(BN, m, c) for c in COMPARED] for m in (host, f"{host}+fata"))
+        means = [float(np.mean([*map(_percent, some)])) for some in (alone, together)]
+        additions.append(Addition(host, means[0], means[1], gain(alone, together)))
+    streams = {
+        "unadapted": right(GN, "source", COLLAPSE),
+        "DeYO alone": right(GN, COLLAPSING, COLLAPSE),
+        "DeYO with the guard": right(GN, COLLAPSING, COLLAPSE, guard=True),
+    }
+    guarded = Guarded(
+        {name: _moving(flags) for name, flags in streams.items()},
+        {name: _percent(flags) for name, flags in streams.items()},
+    )
+    return Story(tuple(effects), tuple(additions), guarded)
+
+
+def bars(story: Story) -> Figure:
+    """Unadapted and adapted, by network and corruption."""
+    places = [
+        [NETWORKS[effect.network] for effect in story.effects],
+        [spoken(effect.corruption) for effect in story.effects],
+    ]
+    shown: dict[str, tuple[list[Any], str]] = {
+        "unadapted": ([e.before for e in story.effects], _GREY),
+        "batch statistics alone": ([e.norm for e in story.effects], _BLUE),
+        "adapted (EATA)": ([e.after for e in story.effects], _ORANGE),
+    }
+    data = [
+        {
+            "type": "bar",
+            "x": places,
+            "y": heights,
+            "name": name,
+            "text": [f"{height:.0f}" if height is not None else "" for height in heights],
+            "textposition": "outside",
+            "cliponaxis": False,
+            "marker": {"color": colour},
+        }
+        for name, (heights, colour) in shown.items()
+    ]
+    layout = {
+        "barmode": "group",
+        "bargap": 0.25,
+        "showlegend": True,
+        "yaxis": {"title": {"text": "accuracy, %"}, "range": [0, 105]},
+    }
+    return Figure(data, layout)
+
+
+def curves(story: Story) -> Figure:
+    """The stream on which adapting collapses."""
+    colours = (_GREY, _RED, _ORANGE)
+    data: list[dict[str, Any]] = [
+        {"y": [round(y, 2) for y in curve], "name": name, "mode": "lines", "line": {"color": c}}
+        for (name, curve), c in zip(story.guarded.curves.items(), colours, strict=True)
+    ]
+    length = len(data[0]["y"])
+    axes = {
+        "xaxis": {"title": {"text": "images seen"}},
+        "yaxis": {"title": {"text": f"accuracy of the last {WINDOW}, %"}, "rangemode": "tozero"},
+    }
+    return Figure(data, {**axes, "showlegend": True}, list(range(1, length + 1)))
+
+
+def strips(
+    records: Sequence[Record], streams: Sequence[tuple[Cell, Dataset]], labels: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Images from the middle of each stream as they came, and what became of them.
+
+    `streams` are the adapted cells, each with the data that its network met.
+    """
+    found = {_place(record): record for record in records}
+    for cell, dataset in streams:
+        corruption = cell.domains[0]
+        results = [found[cell.model, method, corruption, False] for method in ("source", "eata")]
+        before, after = (unpack(r.result["right"], r.result["rows"]) for r in results)
+        start = max(0, len(before) // 2 - PICTURES)
+        pictures = _pictures(cell, dataset, start)
+        yield {
+            "network": NETWORKS[cell.model],
+            "corruption": spoken(corruption),
+            "became_right": int((after & ~before).sum()),
+            "became_wrong": int((before & ~after).sum()),
+            "images": len(before),
+            "first": start + 1,
+            "pictures": [
+                {
+                    "source": _as_address(image),
+                    "label": labels[label],
+                    "fate": _fate(bool(before[at]), bool(after[at])),
+                }
+                for at, (image, label) in enumerate(pictures, start)
+            ],
+        }
+
+
+def spoken(corruption: str) -> str:
+    """Its name in a sentence."""
+    return corruption.replace("_", " ")
+
+
+def _fate(before: bool, after: bool) -> str:
+    if after:
+        return "stays right" if before else "became right"
+    return "became wrong" if before else "stays wrong"
+
+
+def _pictures(cell: Cell, dataset: Dataset, start: int) -> Iterator[tuple[Tensor, int]]:
+    seen = 0
+    for batch in cell.stream(dataset):
+        for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
+            if start <= seen < start + PICTURES:
+                yield image, label
+            seen += 1
+        if seen >= start + PICTURES:
+            return
+
+
+def _as_address(image: Tensor) -> str:
+    """A picture as the page holds it."""
+    pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    out = io.BytesIO()
+    Image.fromarray(pixels).save(out, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+
+
+def _place(record: Record) -> tuple[str, str, str, bool]:
+    about = record.protocol
+    domain = domain_name(about["domains"][0])
+    return about["model"], about["method"], domain, bool(about["guard"])
+
+
+def _percent(flags: Flags) -> float:
+    return 100 * float(flags.mean())
+
+
+def _moving(flags: Flags) -> list[float]:
+    """Accuracy in % of the last images, at each."""
+    total = np.concatenate([[0], np.cumsum(flags)])
+    ends = np.arange(1, len(total))
+    starts = np.maximum(0, ends - WINDOW)
+    shares: list[float] = (100 * (total[ends] - total[starts]) / (ends - starts)).tolist()
+    return shares

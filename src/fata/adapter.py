@@ -168,6 +168,8 @@ class Adapter(nn.Module):
             images = images.detach()
             if self.model.training:  # somebody has called its train()
                 self.model.eval()
+            if engine.statistics:
+                engine.statistics.settle()
             learning = not self._frozen
             engine.selected = None
             answer = engine.step if learning else engine.answer
@@ -316,6 +318,8 @@ class Adapter(nn.Module):
             engine.state = engine.fresh()
             engine.selected = None
             engine.theta.write(engine.source)
+            if engine.statistics:
+                engine.statistics.settle()
             if engine.watch:
                 engine.watch.forget()
 

@@ -196,8 +196,8 @@ class Engine:
     def counted_apart(self) -> Iterator[dict[str, int | Tensor]]:
         """What is counted inside is given to the caller instead of to the state."""
         before, counts = self.state.counts, dict[str, int | Tensor]()
-        self.state.counts = counts
         try:
+            self.state.counts = counts
             yield counts
         finally:
             self.state.counts = before
@@ -265,7 +265,7 @@ class Engine:
             return self.model(images)
         except BaseException:
             if self.statistics is not None:
-                self.statistics.settle()
+                self.statistics.restore()
             raise
 
     def _first(self, images: Tensor) -> Any:

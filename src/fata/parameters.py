@@ -102,8 +102,8 @@ class Theta:
     @contextmanager
     def at(self, there: Tensor, back: Tensor) -> Iterator[None]:
         """The model at `there` inside the context, at `back` after it."""
-        self.write(there)
         try:
+            self.write(there)
             yield
         finally:
             self.write(back)

@@ -2,7 +2,10 @@
 
 import copy
 import math
+import os
 import pickle
+import signal
+import threading
 
 import pytest
 import torch
@@ -432,6 +435,52 @@ def test_one_adapter_a_model():
             fata.adapt(other, "tent")
     around.unwrap()
     fata.adapt(model, "tent")
+
+
+def test_one_adapter_a_parameter():
+    """Modules of two models may hold the same one: each adapter would move the other's weights."""
+    one, other = network("resnet_gn"), network("resnet_gn")
+    other.bn1.weight = one.bn1.weight
+    adapted = fata.adapt(one, "tent")
+    with pytest.raises(ValueError, match="a parameter that both share"):
+        fata.adapt(other, "tent")
+    tied = nn.Sequential(network("resnet_gn"), nn.Linear(10, 10))
+    tied[1].weight = one.fc.weight  # not even one that adapts
+    with pytest.raises(ValueError, match="a parameter that both share"):
+        fata.adapt(tied, "tent")
+    adapted.unwrap()
+    fata.adapt(other, "tent")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have():
+    adapted, held, over = adapter(), threading.Event(), threading.Event()
+
+    def hold():
+        with adapted._turns:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)  # ends a process that hangs
+        try:
+            torch.set_num_threads(1)  # as a DataLoader's workers do
+            with adapted.frozen():
+                adapted(images(2))
+            os._exit(adapted.counts["seen"])
+        finally:
+            os._exit(1)
+    over.set()
+    thread.join()
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert adapted(images(2)).isfinite().all()
 
 
 @pytest.mark.parametrize("net", ["resnet_bn", "resnet_gn"])

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -31,13 +31,20 @@ from fata.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate
 
 SPEEDS = {"exact": Engine, "fast": FastEngine}
-_ADAPTED: WeakSet[nn.Module] = WeakSet()  # modules that an adapter has now
+_HELD: set[int] = set()  # ids of the models and parameters that an adapter has now
 
 
 class _Turns:
-    """One caller at a time; a copy has turns of its own."""
+    """One caller at a time; a copy has turns of its own, and so has a forked process."""
+
+    all: ClassVar[WeakSet[_Turns]] = WeakSet()
 
     def __init__(self) -> None:
+        self.renew()
+        self.all.add(self)
+
+    def renew(self) -> None:
+        """Free, whoever had a turn: a forked process has none of the other threads."""
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
@@ -50,12 +57,21 @@ class _Turns:
         return _Turns()
 
 
+def _renew() -> None:
+    for turns in _Turns.all:
+        turns.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
 class Adapter(nn.Module):
     """Predicts like the model it holds, and learns from every batch.
 
     The model itself is changed: its chosen parameters move, and BatchNorm uses the statistics of
     the batch. `reset` undoes the first, `unwrap` the second. Threads that share an adapter take
-    turns.
+    turns. A forked process has a copy of it; `reset` that copy if another thread was in a step.
 
     Args:
         model: maps images to logits, or to an object with `.logits`.
@@ -402,7 +418,7 @@ class Adapter(nn.Module):
 
     def _hold(self, engine: Engine) -> None:
         """The model is this adapter's; forgotten without unwrap(), it must not keep it for ever."""
-        _ADAPTED.update(_holding(engine.model))
+        _HELD.update(_parts(engine.model, self._flags))
         self._release = weakref.finalize(self, _release, engine, self._modes, self._flags)
         self._release.atexit = False
 
@@ -445,14 +461,12 @@ def _release(
         module.training = training
     for parameter, requires_grad in flags:
         parameter.requires_grad_(requires_grad)
-    for module in _holding(engine.model):
-        _ADAPTED.discard(module)
+    _HELD.difference_update(_parts(engine.model, flags))
 
 
-def _holding(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and what in it has weights."""
-    yield model
-    yield from (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+def _parts(model: nn.Module, flags: list[tuple[nn.Parameter, bool]]) -> set[int]:
+    """Ids of the model and its parameters, which live as long as their adapter has them."""
+    return {id(model), *(id(parameter) for parameter, _ in flags)}
 
 
 def _spread(selected: tuple[Tensor, Tensor] | None, finite: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -518,10 +532,11 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(model, Adapter):
         raise TypeError("model is an Adapter already; call unwrap() on it first.")
-    if any(module in _ADAPTED for module in _holding(model)):
+    if not _HELD.isdisjoint({id(model), *map(id, model.parameters())}):
         raise ValueError(
-            "another adapter has this model, or a part of it: call unwrap() on that one first "
-            "(reset() before, for the source weights), or give a copy of the model."
+            "another adapter has this model, or a part of it (a module or a parameter that both "
+            "share): call unwrap() on that one first (reset() before, for the source weights), or "
+            "give a copy of the model."
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be adapted; give the nn.Module it came from.")

@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import threading
+import warnings
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     adapted = fata.Adapter(network("resnet_gn"), Spoiled(), lr=1.0)
     adapted(images(8))
     assert torch.equal(adapted._live().state.theta, adapted._live().source)
-    assert adapted.counts["stepped"] == 0
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (0, 1)
 
 
 def test_moving_the_adapter_moves_its_state():
@@ -529,6 +530,80 @@ def test_parameters_that_no_gradient_reaches():
     model = Around(after=lambda logits: logits.detach())
     with pytest.raises(ValueError, match="no gradient reaches the parameters that adapt"):
         fata.adapt(model, "tent")(images(4))
+
+
+class Rounded(nn.Module):
+    def forward(self, x):
+        return x.round()
+
+
+def quantised(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: it moves to another package
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def layered(*more):
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.LayerNorm(8), *more, nn.Linear(8, 5))
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning")
+@pytest.mark.parametrize("speed", ["exact", "fast"])
+@pytest.mark.parametrize("spec", ["tent", "sar+fata", "cotta", "memo"])
+def test_a_quantised_model_says_that_it_does_not_adapt(spec, speed):
+    fields = {"layer": "2"} if "fata" in spec else {}
+    fields |= {"threshold": 1.0} if spec != "tent" and spec != "memo" else {}
+    fields |= {"augment": lambda x, n: x.expand(n, -1, -1, -1)} if spec == "memo" else {}
+    fields |= {"augment": lambda x: x, "restore": 0.0} if spec == "cotta" else {}
+    adapted = fata.adapt(quantised(layered()), spec, lr=1.0, speed=speed, **fields)
+    with pytest.warns(RuntimeWarning, match="will never move: no gradient .*quantise what"):
+        adapted(torch.rand(8, 3, 2, 2))
+    adapted(torch.rand(8, 3, 2, 2))  # says it once
+    assert torch.equal(adapted._live().theta.read(), adapted._live().source)
+    counts = adapted.counts
+    assert counts["stepped"] == 0
+    assert counts["dropped"] == (16 if spec == "memo" else 2)
+
+
+@pytest.mark.parametrize("speed", ["exact", "fast"])
+def test_a_gradient_of_zero_is_no_step(speed):
+    """A step function has one everywhere."""
+    adapted = fata.adapt(layered(Rounded()), "tent", lr=1.0, speed=speed)
+    for _ in range(3):
+        adapted(torch.rand(8, 3, 2, 2))
+    with pytest.warns(RuntimeWarning, match="first 4 steps moved nothing.* zero") as said:
+        adapted(torch.rand(8, 3, 2, 2))
+    assert said[0].filename == __file__
+    adapted(torch.rand(8, 3, 2, 2))  # says it once
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (0, 5)
+
+
+def test_momentum_moves_where_the_gradient_is_zero():
+    class Weightless(fata.Tent):
+        def select(self, batch, memory):
+            chosen = super().select(batch, memory)
+            return fata.Selection(chosen.rows, chosen.weights * (batch.images.mean() > 0))
+
+    adapted = fata.Adapter(network("resnet_gn"), Weightless(), lr=0.01)
+    adapted(images(8))
+    before = adapted._live().theta.read()
+    adapted(-images(8))
+    assert not torch.equal(adapted._live().theta.read(), before)
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (2, 0)
+    adapted.reset()
+    adapted(-images(8))
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (0, 1)
+
+
+def test_parameters_that_do_not_reach_the_logits_are_named():
+    model = layered()
+    model.unused = nn.LayerNorm(3)
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    adapted = fata.adapt(model, "tent", params="all", lr=1.0)
+    with pytest.warns(RuntimeWarning, match="2 of 4 parameters .*'unused.weight'"):
+        adapted(torch.rand(8, 3, 2, 2))
+    adapted(torch.rand(8, 3, 2, 2))
+    assert adapted.counts["stepped"] == 2
 
 
 @pytest.mark.parametrize(

@@ -286,8 +286,8 @@ class Adapter(nn.Module):
     def counts(self) -> dict[str, Any]:
         """Rows seen, selected by each term, passed forward and back; steps and recoveries.
 
-        `dropped` are steps whose gradient was not finite; they moved nothing. Set-up (Fisher, the
-        one pass in which FATA's tap finds its way) is not counted.
+        `dropped` are steps that moved nothing: their gradient was zero or not finite. Set-up
+        (Fisher, the one pass in which FATA's tap finds its way) is not counted.
         """
         with self._turns:
             counts = {name: int(number) for name, number in self._live().state.counts.items()}

@@ -1,6 +1,7 @@
 """Any input that the model takes; and for what it cannot take, a message that helps."""
 
 import copy
+import inspect
 import math
 import os
 import pickle
@@ -153,6 +154,30 @@ def test_learning_rates_are_the_papers():
     for (net, spec, rows), expected in release.items():
         assert adapter(net, spec, lr="release")._live().rate(rows) == pytest.approx(expected)
     assert adapter(spec="cotta")._live().rate(64) == 0.01
+
+
+def test_a_method_that_is_not_named_is_the_recommended_one():
+    """EATA with FATA; without clean images it has no penalty, and does not ask for it."""
+    adapted = fata.adapt(network("resnet_gn"))
+    assert adapted.name == "eata+fata"
+    assert adapted.method == fata.Eata(fisher_alpha=0)
+    assert adapted.plus == fata.Fata()
+    assert adapted(images(4)).isfinite().all()
+    anchored = fata.adapt(network("resnet_gn"), fisher_data=[images(4)], redundancy=0.4)
+    assert anchored.method == fata.Eata(redundancy=0.4)
+    assert anchored.fisher is not None
+    with pytest.warns(UserWarning, match="is ETA"):
+        fata.adapt(network("resnet_gn"), fisher_alpha=1.0)
+
+
+def test_both_ways_to_make_an_adapter_have_the_same_defaults():
+    named, spelled = (
+        {name: field.default for name, field in inspect.signature(made).parameters.items()}
+        for made in (fata.adapt, fata.Adapter)
+    )
+    shared = named.keys() & spelled.keys() - {"model"}
+    assert shared >= {"lr", "params", "fisher_data", "guard", "seed", "speed", "group"}
+    assert {name: named[name] for name in shared} == {name: spelled[name] for name in shared}
 
 
 def test_named_parameters():

@@ -30,6 +30,7 @@ from fata.methods.source import Norm
 from fata.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate
 
+RECOMMENDED = "eata+fata"
 SPEEDS = {"exact": Engine, "fast": FastEngine}
 _HELD: set[int] = set()  # ids of the models and parameters that an adapter has now
 
@@ -82,8 +83,8 @@ class Adapter(nn.Module):
         params: `all`, `truncated`, names of parameters or modules, or None: the method's choice.
         fisher_data: batches of clean images for EATA's penalty, one squared gradient a batch; or
             a Fisher computed before (`adapter.fisher`).
-        guard: watches for a collapse and takes the model back: True, or a `fata.Guard(...)` with
-            other settings; None or False: nobody does.
+        guard: watches for a collapse and rolls the model back: True, or a `fata.Guard(...)` with
+            other settings; None or False: no guard.
         seed: of the adapter's own draws; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16 and
             recorded, compiled passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
@@ -113,7 +114,7 @@ class Adapter(nn.Module):
         lr: float | str | None = None,
         params: Params | None = None,
         fisher_data: FisherData | None = None,
-        guard: Guard | bool | None = None,
+        guard: Guard | bool | None = True,
         seed: int = 0,
         speed: str | None = None,
         group: ProcessGroup | None = None,
@@ -479,7 +480,7 @@ def _spread(selected: tuple[Tensor, Tensor] | None, finite: Tensor) -> tuple[Ten
 
 def adapt(
     model: nn.Module,
-    spec: str,
+    spec: str | None = None,
     *,
     lr: float | str | None = None,
     params: Params | None = None,
@@ -495,7 +496,8 @@ def adapt(
     Args:
         model: maps images to logits, or to an object with `.logits`.
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `cotta`, `memo`, `fata`, or a host
-            with it, such as `deyo+fata`.
+            with it, such as `deyo+fata`. None: the recommended one, `eata+fata`, and without
+            `fisher_data` with `fisher_alpha=0`.
         lr: learning rate, `paper` or `release`; see `Adapter`.
         params: which parameters adapt; see `Adapter`.
         fisher_data: batches of clean images for EATA; see `Adapter`.
@@ -512,6 +514,10 @@ def adapt(
         >>> adapted(torch.rand(4, 3, 16, 16)).shape
         torch.Size([4, 10])
     """
+    if spec is None:
+        spec = RECOMMENDED
+        if fisher_data is None:
+            fields = {"fisher_alpha": 0, **fields}
     method, plus = parse(spec, **fields)
     return Adapter(
         model,

@@ -1,8 +1,13 @@
 """Any input that the model takes; and for what it cannot take, a message that helps."""
 
 import copy
+import inspect
 import math
+import os
 import pickle
+import signal
+import threading
+import warnings
 
 import pytest
 import torch
@@ -151,6 +156,30 @@ def test_learning_rates_are_the_papers():
     assert adapter(spec="cotta")._live().rate(64) == 0.01
 
 
+def test_a_method_that_is_not_named_is_the_recommended_one():
+    """EATA with FATA; without clean images it has no penalty, and does not ask for it."""
+    adapted = fata.adapt(network("resnet_gn"))
+    assert adapted.name == "eata+fata"
+    assert adapted.method == fata.Eata(fisher_alpha=0)
+    assert adapted.plus == fata.Fata()
+    assert adapted(images(4)).isfinite().all()
+    anchored = fata.adapt(network("resnet_gn"), fisher_data=[images(4)], redundancy=0.4)
+    assert anchored.method == fata.Eata(redundancy=0.4)
+    assert anchored.fisher is not None
+    with pytest.warns(UserWarning, match="is ETA"):
+        fata.adapt(network("resnet_gn"), fisher_alpha=1.0)
+
+
+def test_both_ways_to_make_an_adapter_have_the_same_defaults():
+    named, spelled = (
+        {name: field.default for name, field in inspect.signature(made).parameters.items()}
+        for made in (fata.adapt, fata.Adapter)
+    )
+    shared = named.keys() & spelled.keys() - {"model"}
+    assert shared >= {"lr", "params", "fisher_data", "guard", "seed", "speed", "group"}
+    assert {name: named[name] for name in shared} == {name: spelled[name] for name in shared}
+
+
 def test_named_parameters():
     only = fata.Adapter(network("resnet_gn"), fata.Tent(), params=["layer2.0.norm1", "fc.bias"])
     assert only.adapted == ["layer2.0.norm1.weight", "layer2.0.norm1.bias", "fc.bias"]
@@ -179,7 +208,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
     adapted = fata.Adapter(network("resnet_gn"), Spoiled(), lr=1.0)
     adapted(images(8))
     assert torch.equal(adapted._live().state.theta, adapted._live().source)
-    assert adapted.counts["stepped"] == 0
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (0, 1)
 
 
 def test_moving_the_adapter_moves_its_state():
@@ -434,6 +463,52 @@ def test_one_adapter_a_model():
     fata.adapt(model, "tent")
 
 
+def test_one_adapter_a_parameter():
+    """Modules of two models may hold the same one: each adapter would move the other's weights."""
+    one, other = network("resnet_gn"), network("resnet_gn")
+    other.bn1.weight = one.bn1.weight
+    adapted = fata.adapt(one, "tent")
+    with pytest.raises(ValueError, match="a parameter that both share"):
+        fata.adapt(other, "tent")
+    tied = nn.Sequential(network("resnet_gn"), nn.Linear(10, 10))
+    tied[1].weight = one.fc.weight  # not even one that adapts
+    with pytest.raises(ValueError, match="a parameter that both share"):
+        fata.adapt(tied, "tent")
+    adapted.unwrap()
+    fata.adapt(other, "tent")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have():
+    adapted, held, over = adapter(), threading.Event(), threading.Event()
+
+    def hold():
+        with adapted._turns:
+            held.set()
+            over.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(30)  # ends a process that hangs
+        try:
+            torch.set_num_threads(1)  # as a DataLoader's workers do
+            with adapted.frozen():
+                adapted(images(2))
+            os._exit(adapted.counts["seen"])
+        finally:
+            os._exit(1)
+    over.set()
+    thread.join()
+    _, status = os.waitpid(child, 0)
+    assert status == 0
+    assert adapted(images(2)).isfinite().all()
+
+
 @pytest.mark.parametrize("net", ["resnet_bn", "resnet_gn"])
 def test_a_copy_goes_on_by_itself(net):
     """Bit for bit, and it gives its own model back, not the first one's."""
@@ -480,6 +555,80 @@ def test_parameters_that_no_gradient_reaches():
     model = Around(after=lambda logits: logits.detach())
     with pytest.raises(ValueError, match="no gradient reaches the parameters that adapt"):
         fata.adapt(model, "tent")(images(4))
+
+
+class Rounded(nn.Module):
+    def forward(self, x):
+        return x.round()
+
+
+def quantised(model):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: it moves to another package
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def layered(*more):
+    return nn.Sequential(nn.Flatten(), nn.Linear(12, 8), nn.LayerNorm(8), *more, nn.Linear(8, 5))
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered:UserWarning")
+@pytest.mark.parametrize("speed", ["exact", "fast"])
+@pytest.mark.parametrize("spec", ["tent", "sar+fata", "cotta", "memo"])
+def test_a_quantised_model_says_that_it_does_not_adapt(spec, speed):
+    fields = {"layer": "2"} if "fata" in spec else {}
+    fields |= {"threshold": 1.0} if spec != "tent" and spec != "memo" else {}
+    fields |= {"augment": lambda x, n: x.expand(n, -1, -1, -1)} if spec == "memo" else {}
+    fields |= {"augment": lambda x: x, "restore": 0.0} if spec == "cotta" else {}
+    adapted = fata.adapt(quantised(layered()), spec, lr=1.0, speed=speed, **fields)
+    with pytest.warns(RuntimeWarning, match="will never move: no gradient .*quantise what"):
+        adapted(torch.rand(8, 3, 2, 2))
+    adapted(torch.rand(8, 3, 2, 2))  # says it once
+    assert torch.equal(adapted._live().theta.read(), adapted._live().source)
+    counts = adapted.counts
+    assert counts["stepped"] == 0
+    assert counts["dropped"] == (16 if spec == "memo" else 2)
+
+
+@pytest.mark.parametrize("speed", ["exact", "fast"])
+def test_a_gradient_of_zero_is_no_step(speed):
+    """A step function has one everywhere."""
+    adapted = fata.adapt(layered(Rounded()), "tent", lr=1.0, speed=speed)
+    for _ in range(3):
+        adapted(torch.rand(8, 3, 2, 2))
+    with pytest.warns(RuntimeWarning, match="first 4 steps moved nothing.* zero") as said:
+        adapted(torch.rand(8, 3, 2, 2))
+    assert said[0].filename == __file__
+    adapted(torch.rand(8, 3, 2, 2))  # says it once
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (0, 5)
+
+
+def test_momentum_moves_where_the_gradient_is_zero():
+    class Weightless(fata.Tent):
+        def select(self, batch, memory):
+            chosen = super().select(batch, memory)
+            return fata.Selection(chosen.rows, chosen.weights * (batch.images.mean() > 0))
+
+    adapted = fata.Adapter(network("resnet_gn"), Weightless(), lr=0.01)
+    adapted(images(8))
+    before = adapted._live().theta.read()
+    adapted(-images(8))
+    assert not torch.equal(adapted._live().theta.read(), before)
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (2, 0)
+    adapted.reset()
+    adapted(-images(8))
+    assert (adapted.counts["stepped"], adapted.counts["dropped"]) == (0, 1)
+
+
+def test_parameters_that_do_not_reach_the_logits_are_named():
+    model = layered()
+    model.unused = nn.LayerNorm(3)
+    model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
+    adapted = fata.adapt(model, "tent", params="all", lr=1.0)
+    with pytest.warns(RuntimeWarning, match="2 of 4 parameters .*'unused.weight'"):
+        adapted(torch.rand(8, 3, 2, 2))
+    adapted(torch.rand(8, 3, 2, 2))
+    assert adapted.counts["stepped"] == 2
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,7 @@ def laid_out(images, layout):
     return images
 
 
+@pytest.mark.filterwarnings("ignore:the first . steps moved nothing:RuntimeWarning")
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )

@@ -58,6 +58,7 @@ def test_a_guard_that_finds_nothing_changes_nothing(net, spec):
 
 def test_it_is_on_by_default_and_can_be_left_out():
     assert fata.adapt(build("resnet_gn"), "tent").guard is not None
+    assert fata.Adapter(build("resnet_gn"), fata.Tent()).guard is not None
     assert fata.adapt(build("resnet_gn"), "tent", guard=None).guard is None
     assert fata.adapt(build("resnet_gn"), "source").guard is None  # nothing can go wrong
 

@@ -1,11 +1,16 @@
 """Finding normalisation layers, and what BatchNorm normalises with."""
 
+import copy
+import itertools
+import sys
+
 import pytest
 import timm.layers
 import torch
 from torch import nn
 
 import fata
+import fata.norms
 from fata.check import images, network
 from fata.norms import BatchStatistics, is_norm
 
@@ -142,3 +147,66 @@ def test_an_interrupt_inside_a_layer_leaves_its_running_statistics(
     adapter.reset()
     adapter.unwrap()
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        nn.init.uniform_(self.norm.running_mean), nn.init.uniform_(self.norm.running_var, 1, 2)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt at the n-th line that is run of norms.py."""
+
+    def __init__(self, n):
+        self.left = n
+
+    def __call__(self, frame, event, arg):
+        if frame.f_code.co_filename != fata.norms.__file__:
+            return None
+        self.left -= event == "line"
+        if event == "line" and not self.left:
+            raise KeyboardInterrupt
+        return self
+
+
+@pytest.mark.parametrize(
+    ("spec", "speed", "fields"),
+    [
+        ("memo", "exact", {"augment": lambda image, _: torch.stack((image, image.flip(-1)))}),
+        ("sar", "fast", {"threshold": 1}),
+    ],
+)
+def test_an_interrupt_at_any_line_leaves_the_running_statistics(spec, speed, fields):
+    torch.manual_seed(0)
+    model, x = Small().eval(), torch.rand(2, 3, 8, 8)
+    layer, tracing = model.norm, sys.gettrace()
+    own, before = (layer.running_mean, layer.running_var), copy.deepcopy(model.state_dict())
+    adapter = fata.adapt(model, spec, speed=speed, guard=False, **fields)
+    adapter._engine._pads = True  # as on a GPU
+    expected = adapter(x)
+    for line in itertools.count(1):
+        adapter.reset()
+        interrupt = Interrupt(line)
+        try:
+            sys.settrace(interrupt)
+            adapter(x)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracing)
+        assert layer.running_mean is own[0], line
+        assert layer.running_var is own[1], line
+        adapter.reset()
+        state = model.state_dict()
+        assert all(torch.equal(state[name], before[name]) for name in before), line
+        assert torch.equal(adapter(x), expected), line
+        if interrupt.left > 0:  # there was no such line
+            break
+    assert line > 40
+    assert adapter.unwrap()(x).equal(model.eval()(x))
+    assert layer.running_mean is own[0]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fata
+import fata.guard
 import fata.state
 from fata.check import Case, images, network
+from fata.guard import Event
 
 STREAM = Case(None, None, "resnet_gn", 16).stream()
 
@@ -32,11 +35,20 @@ def saved(tmp_path):
     return tmp_path / "state.safetensors"
 
 
-def test_resnet50_with_momentum_fits_600_kib(tmp_path):
-    model = timm.create_model("resnet50_gn")
-    adapted = fata.adapt(model, "eata+fata", fisher_alpha=0)
-    adapted(torch.rand(2, 3, 64, 64))
+@pytest.mark.parametrize("name", ["resnet50_gn", "resnet50"])
+def test_resnet50_with_momentum_and_all_events_fits_600_kib(name, tmp_path):
+    adapted = fata.adapt(timm.create_model(name), "eata+fata", fisher_alpha=0, redundancy=2.0)
+    for _ in range(2):  # the guard compares after the second batch
+        adapted(torch.rand(2, 3, 64, 64))
+    draws = random.Random(0)
+    adapted._live().state.watched.events[:] = [
+        Event(
+            10**6, "estrangement", -draws.random() / 100, draws.random(), "trusted", 10**6, 0.1**3
+        )
+        for _ in range(fata.guard.LATEST)
+    ]
     adapted.save(tmp_path / "state")
+    assert any(n.startswith("guard.adapted.") for n in fata.state.load(tmp_path / "state"))
     assert (tmp_path / "state").stat().st_size <= 600 * 1024
 
 
@@ -259,3 +271,88 @@ def test_a_stream_is_no_state(tmp_path):
     adapted = fata.adapt(fata.tiny.build("resnet_gn"), "tent")
     with pytest.raises(fata.StateError, match="this is a stream, not the state"):
         adapted.load(tmp_path / "order.safetensors")
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """Every byte of the header, which has `meta` in it, and a sample of the data."""
+    fields = {"spec": "eata+fata", "fisher_alpha": 0, "params": ["bn1"]}
+    adapted, path = adapter(**fields), tmp_path / "state"
+    adapted(STREAM[0])
+    adapted.save(path)
+    whole, draws = path.read_bytes(), random.Random(0)
+    expected = adapted.state_dict()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    places = [*range(header), *draws.sample(range(header, len(whole)), 100)]
+    target = adapter(**fields)
+    refused = 0
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << draws.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            target.load(path)
+        except fata.StateError:
+            refused += 1
+            continue
+        found = target.state_dict()
+        assert found["meta"] == expected["meta"], place
+        assert found.keys() == expected.keys(), place
+        assert all(torch.equal(found[n], expected[n]) for n in found if n != "meta"), place
+    assert refused > 0.9 * len(places)
+
+
+def test_a_file_cut_anywhere_is_refused(saved, tmp_path):
+    whole = saved.read_bytes()
+    for length in (*range(0, 400, 7), *range(400, len(whole), len(whole) // 50), len(whole) - 1):
+        (tmp_path / "cut").write_bytes(whole[:length])
+        with pytest.raises(fata.StateError, match="damaged or no safetensors file"):
+            fata.state.load(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("meta", ["", "{", "[]", "7", '"text"', "{}", "[" * 100_000, "9" * 9_000])
+def test_meta_that_is_none_is_refused(meta, saved, tmp_path):
+    save_file(load_file(saved), tmp_path / "odd", metadata={"meta": meta})
+    refused(adapter(), tmp_path / "odd", "is damaged|has no 'meta'")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batches": 7},
+        {"seed": 5},
+        {"share": 0.25},
+        {"counts": {}},
+        {"watched": None},
+        {"digest": None},
+        {"method": 3},
+        {"source": 1.5},
+        {"odd": {1, 2}},
+    ],
+    ids=str,
+)
+def test_meta_is_covered_by_the_digest(change, saved):
+    state = fata.state.load(saved)
+    with pytest.raises(fata.StateError, match="its contents are not those that were saved"):
+        adapter().load_state_dict({**state, "meta": {**state["meta"], **change}})
+
+
+def test_what_is_no_tensor_or_no_json_is_refused(saved):
+    state = fata.state.load(saved)
+    name = next(name for name in state if name.startswith("parameter."))
+    with pytest.raises(fata.StateError, match="no tensor"):
+        adapter().load_state_dict({**state, name: [1.0, 2.0]})
+    odd = {**state["meta"], "share": {1}, "digest": None}
+    with pytest.raises(fata.StateError, match="not JSON"):
+        adapter().load_state_dict({**state, "meta": odd})
+
+
+def test_a_symbolic_link_stays_and_its_target_is_written(saved, tmp_path):
+    (tmp_path / "folder").mkdir()
+    link, target = tmp_path / "link", tmp_path / "folder" / "target"
+    link.symlink_to(Path("folder") / "target")
+    for _ in range(2):  # there is no target at first
+        adapter().save(link)
+        assert link.is_symlink()
+        assert target.is_file()
+        adapter().load(link)
+    assert [path.name for path in target.parent.iterdir()] == ["target"]

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -30,14 +30,22 @@ from fata.methods.source import Norm
 from fata.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate
 
+RECOMMENDED = "eata+fata"
 SPEEDS = {"exact": Engine, "fast": FastEngine}
-_ADAPTED: WeakSet[nn.Module] = WeakSet()  # modules that an adapter has now
+_HELD: set[int] = set()  # ids of the models and parameters that an adapter has now
 
 
 class _Turns:
-    """One caller at a time; a copy has turns of its own."""
+    """One caller at a time; a copy has turns of its own, and so has a forked process."""
+
+    all: ClassVar[WeakSet[_Turns]] = WeakSet()
 
     def __init__(self) -> None:
+        self.renew()
+        self.all.add(self)
+
+    def renew(self) -> None:
+        """Free, whoever had a turn: a forked process has none of the other threads."""
         self._lock = threading.RLock()
 
     def __enter__(self) -> None:
@@ -50,12 +58,21 @@ class _Turns:
         return _Turns()
 
 
+def _renew() -> None:
+    for turns in _Turns.all:
+        turns.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
+
+
 class Adapter(nn.Module):
     """Predicts like the model it holds, and learns from every batch.
 
     The model itself is changed: its chosen parameters move, and BatchNorm uses the statistics of
     the batch. `reset` undoes the first, `unwrap` the second. Threads that share an adapter take
-    turns.
+    turns. A forked process has a copy of it; `reset` that copy if another thread was in a step.
 
     Args:
         model: maps images to logits, or to an object with `.logits`.
@@ -66,8 +83,8 @@ class Adapter(nn.Module):
         params: `all`, `truncated`, names of parameters or modules, or None: the method's choice.
         fisher_data: batches of clean images for EATA's penalty, one squared gradient a batch; or
             a Fisher computed before (`adapter.fisher`).
-        guard: watches for a collapse and takes the model back: True, or a `fata.Guard(...)` with
-            other settings; None or False: nobody does.
+        guard: watches for a collapse and rolls the model back: True, or a `fata.Guard(...)` with
+            other settings; None or False: no guard.
         seed: of the adapter's own draws; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16 and
             recorded, compiled passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
@@ -97,7 +114,7 @@ class Adapter(nn.Module):
         lr: float | str | None = None,
         params: Params | None = None,
         fisher_data: FisherData | None = None,
-        guard: Guard | bool | None = None,
+        guard: Guard | bool | None = True,
         seed: int = 0,
         speed: str | None = None,
         group: ProcessGroup | None = None,
@@ -168,6 +185,8 @@ class Adapter(nn.Module):
             images = images.detach()
             if self.model.training:  # somebody has called its train()
                 self.model.eval()
+            if engine.statistics:
+                engine.statistics.settle()
             learning = not self._frozen
             engine.selected = None
             answer = engine.step if learning else engine.answer
@@ -268,8 +287,8 @@ class Adapter(nn.Module):
     def counts(self) -> dict[str, Any]:
         """Rows seen, selected by each term, passed forward and back; steps and recoveries.
 
-        `dropped` are steps whose gradient was not finite; they moved nothing. Set-up (Fisher, the
-        one pass in which FATA's tap finds its way) is not counted.
+        `dropped` are steps that moved nothing: their gradient was zero or not finite. Set-up
+        (Fisher, the one pass in which FATA's tap finds its way) is not counted.
         """
         with self._turns:
             counts = {name: int(number) for name, number in self._live().state.counts.items()}
@@ -316,6 +335,8 @@ class Adapter(nn.Module):
             engine.state = engine.fresh()
             engine.selected = None
             engine.theta.write(engine.source)
+            if engine.statistics:
+                engine.statistics.settle()
             if engine.watch:
                 engine.watch.forget()
 
@@ -398,7 +419,7 @@ class Adapter(nn.Module):
 
     def _hold(self, engine: Engine) -> None:
         """The model is this adapter's; forgotten without unwrap(), it must not keep it for ever."""
-        _ADAPTED.update(_holding(engine.model))
+        _HELD.update(_parts(engine.model, self._flags))
         self._release = weakref.finalize(self, _release, engine, self._modes, self._flags)
         self._release.atexit = False
 
@@ -441,14 +462,12 @@ def _release(
         module.training = training
     for parameter, requires_grad in flags:
         parameter.requires_grad_(requires_grad)
-    for module in _holding(engine.model):
-        _ADAPTED.discard(module)
+    _HELD.difference_update(_parts(engine.model, flags))
 
 
-def _holding(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, and what in it has weights."""
-    yield model
-    yield from (m for m in model.modules() if next(m.parameters(recurse=False), None) is not None)
+def _parts(model: nn.Module, flags: list[tuple[nn.Parameter, bool]]) -> set[int]:
+    """Ids of the model and its parameters, which live as long as their adapter has them."""
+    return {id(model), *(id(parameter) for parameter, _ in flags)}
 
 
 def _spread(selected: tuple[Tensor, Tensor] | None, finite: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -461,7 +480,7 @@ def _spread(selected: tuple[Tensor, Tensor] | None, finite: Tensor) -> tuple[Ten
 
 def adapt(
     model: nn.Module,
-    spec: str,
+    spec: str | None = None,
     *,
     lr: float | str | None = None,
     params: Params | None = None,
@@ -477,7 +496,8 @@ def adapt(
     Args:
         model: maps images to logits, or to an object with `.logits`.
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `cotta`, `memo`, `fata`, or a host
-            with it, such as `deyo+fata`.
+            with it, such as `deyo+fata`. None: the recommended one, `eata+fata`, and without
+            `fisher_data` with `fisher_alpha=0`.
         lr: learning rate, `paper` or `release`; see `Adapter`.
         params: which parameters adapt; see `Adapter`.
         fisher_data: batches of clean images for EATA; see `Adapter`.
@@ -494,6 +514,10 @@ def adapt(
         >>> adapted(torch.rand(4, 3, 16, 16)).shape
         torch.Size([4, 10])
     """
+    if spec is None:
+        spec = RECOMMENDED
+        if fisher_data is None:
+            fields = {"fisher_alpha": 0, **fields}
     method, plus = parse(spec, **fields)
     return Adapter(
         model,
@@ -514,10 +538,11 @@ def _check_model(model: nn.Module) -> None:
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
     if isinstance(model, Adapter):
         raise TypeError("model is an Adapter already; call unwrap() on it first.")
-    if any(module in _ADAPTED for module in _holding(model)):
+    if not _HELD.isdisjoint({id(model), *map(id, model.parameters())}):
         raise ValueError(
-            "another adapter has this model, or a part of it: call unwrap() on that one first "
-            "(reset() before, for the source weights), or give a copy of the model."
+            "another adapter has this model, or a part of it (a module or a parameter that both "
+            "share): call unwrap() on that one first (reset() before, for the source weights), or "
+            "give a copy of the model."
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be adapted; give the nn.Module it came from.")

@@ -46,7 +46,8 @@ class Case:
 
     def adapter(self, **changes: Any) -> Adapter:
         """A new adapter on a new copy of the network."""
-        changes = {"method": self.method, "plus": self.plus, "lr": 2e-3, "seed": 1, **changes}
+        given = {"method": self.method, "plus": self.plus, "lr": 2e-3, "seed": 1, "guard": None}
+        changes = {**given, **changes}
         if changes["method"].wants_fisher:
             changes["fisher_data"] = [images(8, seed=6)]
         return Adapter(network(self.net), **changes)
@@ -293,7 +294,7 @@ def unwrap_leaves_a_plain_model(case: Case) -> None:
     next(model.parameters()).requires_grad_(False)
     flags = [parameter.requires_grad for parameter in model.parameters()]
     data = [images(8, seed=6)] if case.method.wants_fisher else None
-    adapter = Adapter(model, case.method, case.plus, fisher_data=data)
+    adapter = Adapter(model, case.method, case.plus, fisher_data=data, guard=None)
     _run(adapter, case.stream())
     _ensure(adapter.unwrap() is model, "unwrap gave another model")
     for name, module in model.named_modules():

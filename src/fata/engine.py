@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -38,12 +39,14 @@ from fata.norms import BatchStatistics, batch_norms
 from fata.outputs import logits_of
 from fata.parameters import Theta
 from fata.selection import Selection
+from fata.structure import listed
 from fata.tap import Tap
 from fata.updates import ascend, either, sgd
 
 # From this share of selected rows on, one pass with gradient over all rows costs less than a
 # gradient-free one over all and a second over the selected (`python -m benchmarks.passes`).
 DENSE = 0.6
+FIRST = 4  # steps of which one should move something
 
 
 @dataclass
@@ -121,6 +124,7 @@ class Engine:
         self.fisher: Tensor | None = None
         self.group: Alone = ALONE
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
+        self._moves = False  # whether a step has moved something, or was said not to
         self.compile_seconds = 0.0
         self.state = self.fresh()
         self.watch = Watch(guard, self) if guard and self._drifts() else None
@@ -196,8 +200,8 @@ class Engine:
     def counted_apart(self) -> Iterator[dict[str, int | Tensor]]:
         """What is counted inside is given to the caller instead of to the state."""
         before, counts = self.state.counts, dict[str, int | Tensor]()
-        self.state.counts = counts
         try:
+            self.state.counts = counts
             yield counts
         finally:
             self.state.counts = before
@@ -233,6 +237,8 @@ class Engine:
                     self.selected = None  # what was learned from is not what is answered
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
+            if not self._moves:
+                self._check_moves(before.counts)
         except BaseException as error:
             self.state, self.selected = before, None
             self.theta.write(before.theta)
@@ -265,7 +271,7 @@ class Engine:
             return self.model(images)
         except BaseException:
             if self.statistics is not None:
-                self.statistics.settle()
+                self.statistics.restore()
             raise
 
     def _first(self, images: Tensor) -> Any:
@@ -282,12 +288,37 @@ class Engine:
             ) from error
 
     def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:
-        """Descend. A gradient that is not finite moves nothing."""
+        """Descend. A gradient that is not finite moves nothing, nor does one of zero by itself."""
         state, fine = self.state, gradient.isfinite().all()
         lr *= state.watched.scale
         after = sgd(state.theta, state.velocity, gradient, lr, nesterov)
+        moves = fine & after[1].any()
         state.theta, state.velocity = either(fine, after, (state.theta, state.velocity))
-        state.count(stepped=fine.long(), dropped=(~fine).long())
+        state.count(stepped=moves.long(), dropped=(~moves).long())
+
+    def _check_moves(self, before: Mapping[str, int | Tensor]) -> None:
+        """Warn once of parameters that stay; waits for the device until a step has moved some."""
+        counts, names, unused = self.state.counts, self.theta.names, self.theta.unused or []
+        if all(counts.get(name, 0) == before.get(name, 0) for name in ("host", "plus")):
+            return
+        stepped, dropped = (int(counts.get(name, 0)) for name in ("stepped", "dropped"))
+        reached = len(unused) < len(names)
+        if not stepped and dropped < (FIRST if reached else 1):  # a black image may have none
+            return
+        self._moves = True
+        if stepped and not unused:
+            return
+        what = f"{len(unused)} of {len(names)} parameters that adapt will never move"
+        why, which = "no gradient reaches them", unused
+        if reached and not stepped:
+            what = f"the first {dropped} steps moved nothing"
+            why, which = "the gradient of what adapts is zero or not finite", names
+        warnings.warn(
+            f"{what}: {why} ({listed(which, 4)}). Choose others by params=[...]; of a quantised "
+            f"model adapt the float one, and quantise what unwrap() returns.",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
     def move(self) -> None:
         """Follow the model to another device."""

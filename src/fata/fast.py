@@ -393,9 +393,11 @@ class FastEngine(Engine):
         before = moving.theta, moving.velocity
         gradient = self._gradient(here, at, plus=True) + self._regulariser(moving.theta)
         some, fine = at.host.rows.any() | at.plus.rows.any(), gradient.isfinite().all()
-        theta, velocity = either(some & fine, sgd(*before, gradient, moving.lr), before)
+        after = sgd(*before, gradient, moving.lr)
+        moves = some & fine & after[1].any()
+        theta, velocity = either(some & fine, after, before)
         host = self.method.observe(terms.batch, terms.host, memory)
-        return Moved(theta, velocity, host, (some & fine).long(), (some & ~fine).long())
+        return Moved(theta, velocity, host, moves.long(), (some & ~moves).long())
 
     def _statistics_of(self, real: Sequence[Tensor]) -> AbstractContextManager[None]:
         """BatchNorm's statistics without the padding."""

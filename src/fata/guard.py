@@ -64,7 +64,7 @@ AGAIN = 2  # times as many each time that it had been and failed
 SETTLED = 256  # batches after which looks come half as often;
 SOONER = 64  # with BatchNorm, of whose slow harm S shows little, and its
 RARELY = 4  # statistics are looked at in every fourth of them
-LATEST = 1000  # events that are kept
+LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 600 KiB
 ENOUGH = 10  # answers a class to tell how even they are,
 LONG_RUN = 4  # over so many times `rows`
 LONG = 8  # times `rows` answers without a majority, before those of the batch are tried again;
@@ -216,7 +216,7 @@ class Watch:
 
     @property
     def events(self) -> list[Event]:
-        """What was done so far, the latest thousand."""
+        """What was done so far, the latest 400."""
         return list(self._engine.state.watched.events)
 
     @property

@@ -44,6 +44,9 @@ class BatchStatistics:
 
     With a `prior` of N the statistics are the running ones and the batch's, mixed N : 1 (MEMO's
     reading of a single image: N = 16).
+
+    Other statistics for a pass hide a layer's buffers (`_override`) and never replace them: an
+    interrupt cannot lose the running ones.
     """
 
     def __init__(self, model: nn.Module, prior: float = 0.0) -> None:
@@ -51,6 +54,7 @@ class BatchStatistics:
         self._rows: Tensor | None = None  # that the statistics are of; None: all
         self.active = True
         self._group: Alone = ALONE
+        self._alone = False  # whether this rank's part of a batch is taken for all of it
         self._layers = [
             (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
         ]
@@ -59,7 +63,7 @@ class BatchStatistics:
             layer.track_running_stats = False  # in train mode: the batch's, running ones untouched
             hook = self._mix if prior else self._choose
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(self._unmix, always_call=True))
+            self._handles.append(layer.register_forward_hook(_restore, always_call=True))
 
     def join(self, group: Group) -> None:
         """From now on a batch is what all ranks of a group have of it."""
@@ -68,8 +72,8 @@ class BatchStatistics:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """The running statistics inside the context."""
-        self.active = False
         try:
+            self.active = False
             yield
         finally:
             self.active = True
@@ -77,8 +81,8 @@ class BatchStatistics:
     @contextmanager
     def of(self, rows: Tensor) -> Iterator[None]:
         """Statistics of these rows alone inside the context; all are normalised with them."""
-        self._rows = rows
         try:
+            self._rows = rows
             yield
         finally:
             self._rows = None
@@ -86,26 +90,38 @@ class BatchStatistics:
     @contextmanager
     def apart(self) -> Iterator[None]:
         """A batch is what this rank alone has of it, inside the context."""
-        group, self._group = self._group, ALONE
         try:
+            self._alone = True
             yield
         finally:
-            self._group = group
+            self._alone = False
+
+    def restore(self) -> None:
+        """After a pass that failed: torch calls no hook of a layer that is interrupted."""
+        for layer, _, _ in self._layers:
+            _restore(layer)
 
     def settle(self) -> None:
-        """After a pass that was broken off: torch calls no hook of a layer that is interrupted."""
-        for layer, _, _ in self._layers:
-            self._unmix(layer, None, None)
+        """Back to how it was made: an interrupt may keep a context from being left."""
+        self.active, self._rows, self._alone = True, None, False
+        self.restore()
 
     def remove(self) -> None:
         """Take the hooks off and set every flag as it was."""
+        self.settle()
         for handle in self._handles:
             handle.remove()
         for layer, training, track in self._layers:
             layer.training, layer.track_running_stats = training, track
 
+    @property
+    def _ranks(self) -> Alone:
+        """Who has the batch."""
+        return ALONE if self._alone else self._group
+
     def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
-        if self._rows is not None or self._group is not ALONE:
+        _restore(layer)
+        if self._rows is not None or self._ranks is not ALONE:
             return self._normalised(layer, args, kwargs)
         x = _input(args, kwargs)
         values = x.numel() // x.shape[1]
@@ -122,23 +138,22 @@ class BatchStatistics:
         axes = [axis for axis in range(x.ndim) if axis != 1]
         wide = _widened(x)
         batch_var, batch_mean, values = (
-            self._group.moments(wide, axes)
+            self._ranks.moments(wide, axes)
             if self._rows is None
             else _moments(wide, axes, self._rows)
         )
         if mean is not None and var is not None:
             batch_mean = torch.where(values > 1, batch_mean, mean)
             batch_var = torch.where(values > 1, batch_var, var)
-        layer._fata_running = (mean, var)  # type: ignore[assignment]
         like = batch_mean.detach() if mean is None else mean
-        layer.running_mean = torch.zeros_like(like)
-        layer.running_var = torch.full_like(like, 1 - layer.eps)
+        _override(layer, torch.zeros_like(like), torch.full_like(like, 1 - layer.eps))
         shape = [1, -1] + [1] * (x.ndim - 2)
         scale = (batch_var + layer.eps).rsqrt().view(shape)
         normal = ((wide - batch_mean.view(shape)) * scale).to(x.dtype)
         return ((normal, *args[1:]), kwargs) if args else ((normal,), {})
 
     def _mix(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
+        _restore(layer)
         mean, var = layer.running_mean, layer.running_var
         if mean is None or var is None:
             layer.training = True
@@ -146,18 +161,22 @@ class BatchStatistics:
         layer.training = False
         if not self.active:
             return
-        layer._fata_running = (mean, var)  # type: ignore[assignment]
         x = _input(args, kwargs).detach()
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        batch_var, batch_mean, _ = self._group.moments(_widened(x), axes)
-        layer.running_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
-        layer.running_var = torch.lerp(batch_var.to(var.dtype), var, self._share)
+        batch_var, batch_mean, _ = self._ranks.moments(_widened(x), axes)
+        mixed_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
+        _override(layer, mixed_mean, torch.lerp(batch_var.to(var.dtype), var, self._share))
 
-    @staticmethod
-    def _unmix(layer: _BatchNorm, args: Any, output: Any) -> None:
-        running = layer.__dict__.pop("_fata_running", None)
-        if running is not None:
-            layer.running_mean, layer.running_var = running
+
+def _override(layer: _BatchNorm, mean: Tensor, var: Tensor) -> None:
+    """Other statistics to normalise with: attributes, which hide the buffers of their names."""
+    layer.__dict__.update(running_mean=mean, running_var=var)
+
+
+def _restore(layer: _BatchNorm, *_: Any) -> None:
+    """Show the buffers again; safe to call at any time."""
+    layer.__dict__.pop("running_mean", None)
+    layer.__dict__.pop("running_var", None)
 
 
 def _moments(x: Tensor, axes: list[int], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -86,6 +86,7 @@ class Theta:
         self.sizes = [p.numel() for p in self.parameters]
         wide = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype = torch.float64 if wide else torch.float32
+        self.unused: list[str] | None = None  # not reached by the first gradient; None: none yet
 
     def read(self) -> Tensor:
         """The vector that the model holds now."""
@@ -102,8 +103,8 @@ class Theta:
     @contextmanager
     def at(self, there: Tensor, back: Tensor) -> Iterator[None]:
         """The model at `there` inside the context, at `back` after it."""
-        self.write(there)
         try:
+            self.write(there)
             yield
         finally:
             self.write(back)
@@ -116,6 +117,8 @@ class Theta:
                 f"they used, and does the model run without torch.no_grad() of its own?"
             )
         found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        if self.unused is None:
+            self.unused = [n for n, g in zip(self.names, found, strict=True) if g is None]
         pairs = zip(found, self.parameters, strict=True)
         return self.join(torch.zeros_like(p) if g is None else g for g, p in pairs)
 

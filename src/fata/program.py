@@ -8,7 +8,7 @@ element-wise work is fused into what it belongs to, and convolutions run channel
 from __future__ import annotations
 
 import gc
-import sys
+import logging
 import threading
 import time
 import warnings
@@ -25,6 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fata.decompositions import TABLE
+
+log = logging.getLogger(__name__)
 
 OFTEN = 64  # calls after which a program is compiled
 WAITS = {  # operations that wait for the device
@@ -245,13 +247,13 @@ class Program:
 
     def _compile(self, given: Sequence[Tensor]) -> None:
         begun = time.perf_counter()
-        print(f"fata: compiling a pass ({self.name}) ... ", end="", file=sys.stderr, flush=True)
+        log.info("compiling a pass (%s)", self.name)
         try:
             self._flat = compiled(self._plain, self._own(given))
         except Exception as error:  # the compiler's own are of many kinds
             _left("compiled", error)
         self.compile_seconds = time.perf_counter() - begun
-        print(f"{self.compile_seconds:.0f} s", file=sys.stderr, flush=True)
+        log.info("compiling a pass (%s) took %.0f s", self.name, self.compile_seconds)
 
 
 def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:

@@ -2,8 +2,8 @@
 
 Parameters, momentum, the method's memory, FATA's moving average, the counters, what the guard saw
 (but not the states that it could go back to). Noise is drawn from
-(seed, batch number), so these two numbers are the generator. `meta` says whose state it is. A file
-is one safetensors file that is whole or not there.
+(seed, batch number), so these two numbers are the generator. `meta` says whose state it is. Its
+digest covers all that is loaded. A file is one safetensors file that is whole or not there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
@@ -29,7 +29,7 @@ from fata.method import OwnStep
 from fata.methods import describe, spec_of
 from fata.structure import listed
 
-FORMAT = 3
+FORMAT = 4
 
 
 class StateError(RuntimeError):
@@ -55,14 +55,13 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
         "layer": engine.tap.layer if engine.tap else None,
         "fisher": engine.fisher is not None,
         "source": source,
-        "digest": digest(tensors),
         "seed": state.seed,
         "batches": state.batches,
         "share": state.share,
         "counts": {name: int(number) for name, number in state.counts.items()},
         "watched": state.watched.pack(),
     }
-    return {**tensors, "meta": meta}
+    return {**tensors, "meta": {**meta, "digest": _sealed(tensors, meta)}}
 
 
 def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
@@ -80,7 +79,10 @@ def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
         raise StateError(
             f"the state has format {meta['format']!r}; this version of fata reads {FORMAT}"
         )
-    if set(meta) != set(mine["meta"]) or meta["digest"] != digest(tensors):
+    odd = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
+    if odd:
+        raise StateError(f"the state is damaged: {listed(odd, 4)} is no tensor")
+    if set(meta) != set(mine["meta"]) or meta["digest"] != _sealed(tensors, meta):
         raise StateError("the state is damaged: its contents are not those that were saved")
     _refuse_other(mine["meta"], meta)
     names = [{n for n in one if n.startswith("parameter.")} for one in (tensors, mine)]
@@ -166,6 +168,16 @@ def fingerprint(engine: Engine) -> str:
     return digest(tensors)
 
 
+def _sealed(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
+    """Digest of the tensors and of `meta`, but for the digest itself."""
+    rest = {name: value for name, value in meta.items() if name != "digest"}
+    try:
+        text = json.dumps(rest, sort_keys=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StateError(f"the state is damaged: its 'meta' is not JSON: {error}") from error
+    return hashlib.sha256(f"{digest(tensors)} {text}".encode()).hexdigest()[:32]
+
+
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """Equal for equal tensors of equal names."""
     content = hashlib.sha256()
@@ -177,12 +189,15 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
-    """Write a state under a temporary name and rename it: no reader ever sees half a file."""
-    path = Path(path)
+    """Write a state under a temporary name and rename it: no reader ever sees half a file.
+
+    A symbolic link stays, and what it points to is written.
+    """
+    given, path = path, Path(os.path.realpath(path))
     tensors = {name: tensor.contiguous() for name, tensor in packed.items() if name != "meta"}
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot save to {str(path)!r}: make the folder first")
+        raise FileNotFoundError(f"cannot save to {str(given)!r}: make the folder first")
     try:
         with temporary.open("wb") as file:
             file.write(serialise(tensors, {"meta": json.dumps(packed["meta"])}))
@@ -191,7 +206,7 @@ def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
         temporary.replace(path)
     except OSError as error:
         why = f"cannot save the state, what was there before is whole: {error.strerror}"
-        raise OSError(error.errno, why, str(path)) from error
+        raise OSError(error.errno, why, str(given)) from error
     finally:
         with suppress(OSError):
             temporary.unlink()
@@ -207,11 +222,13 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         with safe_open(path, framework="pt") as file:
             meta = (file.metadata() or {}).get("meta")
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    except SafetensorError as error:
+    except OSError:
+        raise
+    except Exception as error:  # of damage, safetensors and torch raise many kinds
         raise StateError(f"{str(path)!r} is damaged or no safetensors file: {error}") from error
     if meta is None:
         raise StateError(f"{str(path)!r} is a safetensors file, but not the state of an adapter")
     try:
         return {**tensors, "meta": json.loads(meta)}
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise StateError(f"{str(path)!r} is damaged: {error}") from error

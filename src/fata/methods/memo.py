@@ -68,21 +68,28 @@ class Memo(OwnStep):
     def step(self, engine: Engine, images: Tensor) -> Tensor:
         """Each image by itself, from the source and back to it: no rank needs another."""
         rows, here = engine.group.place(len(images))
-        engine.state.count(host=rows, stepped=rows)
+        stepped = torch.zeros((), dtype=torch.int64, device=engine.device)
+        logits = []
         with engine.apart():
-            if not len(images):
-                return engine.predict(images)
-            numbered = zip(range(rows)[here], images, strict=True)
-            return torch.cat([self._one(engine, image[None], row) for row, image in numbered])
+            for row, image in zip(range(rows)[here], images, strict=True):
+                prediction, moves = self._one(engine, image[None], row)
+                logits.append(prediction)
+                stepped += moves
+            whole = torch.cat(logits) if logits else engine.predict(images)
+        stepped = engine.group.sum(stepped)
+        engine.state.count(host=rows, stepped=stepped, dropped=rows - stepped)
+        return whole
 
-    def _one(self, engine: Engine, image: Tensor, row: int) -> Tensor:
+    def _one(self, engine: Engine, image: Tensor, row: int) -> tuple[Tensor, Tensor]:
+        """The prediction of an image, and whether its gradient moved anything."""
         draw = Draw(engine.generator(f"views of row {row}", "cpu"))
         views = self._views(image, draw)
         with torch.enable_grad():
             gradient = engine.theta.gradient(marginal_entropy(engine.forward(views)))
         engine.state.count(rows_backward=len(views))
+        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
         with engine.theta.at(self._descend(engine, gradient), back=engine.source):
-            return engine.predict(image)
+            return engine.predict(image), gradient.any()
 
     def _views(self, image: Tensor, draw: Draw) -> Tensor:
         if self.augment is not None:
@@ -97,7 +104,6 @@ class Memo(OwnStep):
     def _descend(self, engine: Engine, gradient: Tensor) -> Tensor:
         """The first step of SGD or AdamW: no momentum has gathered yet."""
         lr, source = engine.rate(1), engine.source
-        gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
         if self.optimizer == "adamw" or (self.optimizer == "auto" and engine.vit):
             return source - lr * (0.01 * source + gradient / (gradient.abs() + 1e-8))
         return source - lr * gradient

@@ -15,10 +15,11 @@ from fata.bench import reproduce as experiments_of
 from fata.bench.beside import Pair, Sheet
 from fata.bench.cell import Cell, key
 from fata.bench.cost import cost
+from fata.bench.experiments import experiments
 from fata.bench.grid import GridError
 from fata.bench.paper import table
 from fata.bench.readings import hyperparameters, sheet
-from fata.bench.reproduce import Given, experiment, experiments, plan
+from fata.bench.reproduce import Given, experiment, plan
 from fata.bench.run import Estimate
 from fata.bench.store import Record, Store
 from fata.bench.tables import SHORT

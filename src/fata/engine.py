@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fata._text import listed
 from fata.augment import Fata, Perturb, channel_axis
 from fata.group import ALONE, Alone, Group
 from fata.guard import Guard, Watch, Watched
@@ -39,7 +40,6 @@ from fata.norms import BatchStatistics, batch_norms
 from fata.outputs import logits_of
 from fata.parameters import Theta
 from fata.selection import Selection
-from fata.structure import listed
 from fata.tap import Tap
 from fata.updates import ascend, either, sgd
 

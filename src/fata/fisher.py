@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from fata.structure import listed
+from fata._text import listed
 
 if TYPE_CHECKING:
     from fata.engine import Engine

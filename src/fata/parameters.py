@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from fata._text import listed, near
 from fata.norms import norm_layers
-from fata.structure import listed, near, truncated
+from fata.structure import truncated
 
 Params = str | Sequence[str]
 SETS = ("all", "truncated", "weights", "every")

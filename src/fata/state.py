@@ -23,11 +23,11 @@ from safetensors.torch import save as serialise
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from fata._text import listed
 from fata.engine import Engine, State
 from fata.guard import Watched
 from fata.method import OwnStep
 from fata.methods import describe, spec_of
-from fata.structure import listed
 
 FORMAT = 4
 

@@ -7,13 +7,13 @@ of a ConvNeXt, `features` of a torchvision network.
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
+from fata._text import listed
 from fata.norms import is_norm, norm_layers
 
 _STRIDED = (nn.Conv1d, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
@@ -98,20 +98,6 @@ def truncated(model: nn.Module) -> list[str]:
     order = [name for name, _ in model.named_modules()]
     end = order.index(found.last[0])
     return [name for name in every if order.index(name) < end] or every
-
-
-def listed(names: Iterable[str], most: int = 12) -> str:
-    """Names for an error message, quoted, the middle left out where there are many."""
-    quoted = [repr(name) for name in names]
-    if len(quoted) > most:
-        quoted = [*quoted[: most // 2], "...", *quoted[-most // 2 :]]
-    return ", ".join(quoted)
-
-
-def near(name: str, names: Iterable[str]) -> str:
-    """' Did you mean ...?' for an error message, or nothing where no known name is like it."""
-    close = difflib.get_close_matches(name, list(names), 3, 0.5)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def _sibling_groups(model: nn.Module) -> Iterator[list[str]]:

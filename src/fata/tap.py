@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fata.structure import auto_layer, layers, listed, near
+from fata._text import listed, near
+from fata.structure import auto_layer, layers
 
 Answer = Callable[..., Any]
 

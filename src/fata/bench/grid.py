@@ -12,13 +12,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from fata._text import near
 from fata.adapter import SPEEDS
 from fata.bench.cell import RESETTING, Cell
 from fata.data import Dataset
 from fata.data.scenarios import SCENARIOS
 from fata.methods import SPECS, parse
 from fata.presets import check_rate
-from fata.structure import near
 
 
 class GridError(ValueError):

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fata.structure import near
+from fata._text import near
 
 
 @dataclass(frozen=True)

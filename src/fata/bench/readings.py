@@ -12,8 +12,9 @@ from fata.augment import Fata
 from fata.bench.beside import GAIN, PLAIN, Pair, Sheet
 from fata.bench.cell import key
 from fata.bench.cost import paper
+from fata.bench.experiments import Experiment
 from fata.bench.paper import table
-from fata.bench.reproduce import Experiment, Plan
+from fata.bench.reproduce import Plan
 from fata.bench.store import Record, Store
 from fata.bench.tables import AVERAGE
 from fata.bench.workshop import Workshop

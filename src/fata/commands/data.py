@@ -32,9 +32,9 @@ def data(
     --check reads every picture, names the damaged ones and exits with 1 if there are any.
     """
     from fata import zoo
+    from fata._text import listed
     from fata.data import KINDS, DataError, survey
     from fata.data import open as open_data
-    from fata.structure import listed
 
     if skip_damaged and not read:
         raise typer.BadParameter("--skip-damaged goes with --check")

@@ -68,20 +68,23 @@ def reproduce(
     Cells are kept in the store, as those of fata bench are: the same command again runs what is
     missing.
     """
+    from fata.bench.experiments import experiments
+
+    if name is None:
+        for known in experiments().values():
+            say(f"{known.name}: {known.numbers.caption}")
+        return
+
     from fata.bench.beside import FORMATS
     from fata.bench.grid import GridError
     from fata.bench.readings import gather, hyperparameters, sheet
-    from fata.bench.reproduce import Given, experiment, experiments, plan
+    from fata.bench.reproduce import Given, experiment, plan
     from fata.bench.run import missing
     from fata.bench.store import Store, StoreError
     from fata.bench.workshop import Workshop
     from fata.data import DataError
     from fata.zoo import ZooError
 
-    if name is None:
-        for known in experiments().values():
-            say(f"{known.name}: {known.numbers.caption}")
-        return
     try:
         one = experiment(name)
         if not one.methods:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fata._text import near
 from fata.corruptions import blur, digital, noise, spatter, weather
 from fata.corruptions.draws import Draws
 from fata.corruptions.tables import constants
-from fata.structure import near
 
 _FUNCTIONS: tuple[Callable[[Tensor, Any, Draws], Tensor], ...] = (
     noise.gaussian_noise,

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fata._text import near
 from fata.data import cifar, folders
 from fata.data.dataset import CLEAN, Dataset, Domain
 from fata.data.errors import DataError
 from fata.data.serve import Samples
 from fata.data.streams import Stream, replay, stream
-from fata.structure import near
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from fata._text import listed, near
 from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
-from fata.structure import listed, near
 from fata.zoo.preprocess import as_rgb
 
 CLEAN = "clean"

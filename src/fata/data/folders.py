@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from PIL import Image
 
+from fata._text import listed
 from fata.corruptions import BY_NAME, SEVERITIES
 from fata.data.dataset import MADE, Dataset, Domain, Files, Pictures
 from fata.data.errors import DataError
-from fata.structure import listed
 
 View = Callable[[Image.Image], Image.Image]
 

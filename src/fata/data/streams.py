@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fata._text import listed, near
 from fata.data import serve
 from fata.data.dataset import Dataset, Domain
 from fata.data.errors import DataError
@@ -23,7 +24,6 @@ from fata.data.scenarios import SCENARIOS, Deck, default_batch
 from fata.data.serve import Samples
 from fata.state import digest
 from fata.state import save as save_tensors
-from fata.structure import listed, near
 
 FORMAT = "stream 1"
 

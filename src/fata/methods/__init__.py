@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from fata._text import near
 from fata.augment import Fata
 from fata.method import Method
 from fata.methods.cotta import Cotta
@@ -17,7 +18,6 @@ from fata.methods.outside import outside
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
 from fata.methods.tent import Tent
-from fata.structure import near
 
 __all__ = [
     "HOSTS",

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 
-from fata.structure import near
+from fata._text import near
 from fata.zoo import checkpoint, hugging_face, sources
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from fata import state as states
-from fata.structure import listed
+from fata._text import listed
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import Preprocess
 from fata.zoo.sources import architecture

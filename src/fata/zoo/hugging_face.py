@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 from torch import nn
 
-from fata.structure import listed
+from fata._text import listed
 from fata.zoo.download import ask_hub, downloading
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import Preprocess

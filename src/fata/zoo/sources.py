@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from fata.structure import near
+from fata._text import near
 from fata.zoo import mini
 from fata.zoo.download import ask_hub, ask_url, downloading, hub_by_hand, url_by_hand
 from fata.zoo.loaded import Loaded, Weights, ZooError

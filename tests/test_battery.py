@@ -29,10 +29,19 @@ def test_the_table_has_every_method():
     assert set(TABLE) == set(SPECS)
 
 
-@pytest.mark.parametrize("rows", ROWS, ids=lambda rows: f"b{rows}")
-@pytest.mark.parametrize("net", fata.tiny.NAMES)
-@pytest.mark.parametrize("spec", TABLE)
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def cases():
+    """Every check of every method on every network; `make test` takes the networks in turn."""
+    for c, check in enumerate(CHECKS):
+        for s, spec in enumerate(TABLE):
+            for n, net in enumerate(fata.tiny.NAMES):
+                for rows in ROWS:
+                    its_turn = (c + s) % len(fata.tiny.NAMES) == n and rows == max(ROWS)
+                    name = f"{check.__name__}-{spec}-{net}-b{rows}"
+                    marks = () if its_turn else pytest.mark.slow
+                    yield pytest.param(check, spec, net, rows, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("check", "spec", "net", "rows"), cases())
 def test_battery(check, spec, net, rows):
     method, plus = parse(spec, **TABLE[spec])
     check(Case(method, plus, net, rows))

@@ -20,7 +20,7 @@ def test_a_nudge_is_as_large_as_was_asked_for_and_always_the_same():
     assert not nudged(0).any()
     some = nudged(1e-3)
     assert 0.9e-3 < some.std() < 1.1e-3
-    torch.testing.assert_close(nudged(-1e-3), -some, rtol=1e-2, atol=1e-6)
+    torch.testing.assert_close(nudged(-1e-3), -some, rtol=0, atol=2**-22)  # float32: 2^-24 a step
 
 
 def test_a_column_a_nudge_and_no_cell_twice(tmp_path, monkeypatch, capsys):
@@ -34,6 +34,7 @@ def test_a_column_a_nudge_and_no_cell_twice(tmp_path, monkeypatch, capsys):
         tables.append(capsys.readouterr().out.splitlines())
     name, plain, far, average = tables[0][-1].strip("| ").split(" | ")
     assert name == "norm, fog"
-    assert float(plain) > 60 > float(far)
-    assert float(average) == pytest.approx((float(plain) + float(far)) / 2, abs=0.01)
+    assert float(plain) > float(far)
+    mean = (float(plain) + float(far)) / 2
+    assert float(average) == pytest.approx(mean, abs=0.011)  # each is rounded to 0.01
     assert tables[1] == tables[0][-3:]  # what was run is not run again

@@ -13,6 +13,7 @@ import fata
 import fata.norms
 from fata.check import images, network
 from fata.norms import BatchStatistics, is_norm
+from precision import DOUBLE
 
 
 @pytest.mark.parametrize(
@@ -53,17 +54,17 @@ def test_is_none(layer):
 
 @pytest.mark.parametrize("act", [nn.BatchNorm2d, timm.layers.BatchNormAct2d])
 def test_batch_statistics_normalise_the_batch_at_hand(act):
-    layer = act(3).eval()
+    layer = act(3).double().eval()
     layer.running_mean.fill_(5.0)
     model = nn.Sequential(layer)
-    x = 7 + 3 * torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = 7 + 3 * torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(0)).double()
     source = model(x)
     statistics = BatchStatistics(model)
     out = model(x)
     mean, std = x.mean((0, 2, 3)), x.var((0, 2, 3), correction=0).add(layer.eps).sqrt()
     expected = (x - mean[:, None, None]) / std[:, None, None]
     expected = expected.relu() if act is timm.layers.BatchNormAct2d else expected
-    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out, expected, **DOUBLE)
     assert layer.running_mean.tolist() == [5.0] * 3
     assert layer.num_batches_tracked == 0
     with statistics.suspended():
@@ -85,16 +86,16 @@ def test_one_value_a_channel_falls_back_to_the_running_statistics():
 
 
 def test_prior_mixes_running_and_batch_statistics():
-    layer = nn.BatchNorm2d(2, eps=1e-8).eval()
+    layer = nn.BatchNorm2d(2, eps=1e-12).double().eval()
     layer.running_mean.fill_(1.0), layer.running_var.fill_(4.0)
-    x = torch.tensor([[[[0.0, 2.0]], [[4.0, 4.0]]]])  # means 1 and 4, variances 1 and 0
+    x = torch.tensor([[[[0.0, 2.0]], [[4.0, 4.0]]]]).double()  # means 1 and 4, variances 1 and 0
     statistics = BatchStatistics(nn.Sequential(layer), prior=3.0)
-    mean, var = torch.tensor([1.0, 1.75]), torch.tensor([3.25, 3.0])
+    mean, var = torch.tensor([[1.0, 1.75], [3.25, 3.0]]).double()
     expected = (x - mean[:, None, None]) / var.sqrt()[:, None, None]
-    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(layer(x), expected, **DOUBLE)
     assert layer.running_mean.tolist() == [1.0, 1.0]
     with pytest.raises(RuntimeError):  # the layer fails: its statistics come back all the same
-        layer(torch.zeros(1, 5, 1, 1))
+        layer(torch.zeros(1, 5, 1, 1).double())
     assert layer.running_mean.tolist() == [1.0, 1.0]
     statistics.remove()
     assert not layer._forward_hooks

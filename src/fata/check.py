@@ -29,6 +29,7 @@ from fata.selection import Selection, reliable
 
 ROWS = (16, 1)
 CLASSES = 10
+HALF = 2**-26  # of the bits of float64: rounding is amplified by far less, an error is far more
 
 
 class CheckError(AssertionError):
@@ -43,14 +44,19 @@ class Case:
     plus: Fata | None
     net: str
     rows: int
+    dtype: torch.dtype = torch.float32
+
+    def in_double(self) -> Case:
+        """The same in float64, where two ways to compute the same agree on every processor."""
+        return dataclasses.replace(self, dtype=torch.float64)
 
     def adapter(self, **changes: Any) -> Adapter:
         """A new adapter on a new copy of the network."""
         given = {"method": self.method, "plus": self.plus, "lr": 2e-3, "seed": 1, "guard": None}
         changes = {**given, **changes}
         if changes["method"].wants_fisher:
-            changes["fisher_data"] = [images(8, seed=6)]
-        return Adapter(network(self.net), **changes)
+            changes["fisher_data"] = [images(8, seed=6).to(self.dtype)]
+        return Adapter(network(self.net).to(self.dtype), **changes)
 
     def plain(self) -> Adapter:
         """An adapter that learns nothing, with the same BatchNorm statistics."""
@@ -58,7 +64,8 @@ class Case:
 
     def stream(self) -> list[Tensor]:
         """Batches of images that are partly easy and partly hard for the network."""
-        return list(torch.split(images(48 if self.rows > 1 else 10), self.rows))
+        every = images(48 if self.rows > 1 else 10).to(self.dtype)
+        return list(torch.split(every, self.rows))
 
     @property
     def common(self) -> bool:
@@ -151,6 +158,7 @@ def first_answer_is_the_plain_models(case: Case) -> None:
     """The first batch is answered before anything was learned, whatever rows are augmented."""
     if not case.common:
         return
+    case = case.in_double()
     batch = case.stream()[0]
     _ensure_close(
         case.adapter()(batch), case.plain()(batch), "the first answer is not the plain model's"
@@ -205,7 +213,7 @@ def selected_rows_are_enough(case: Case) -> None:
     """Learning on the selected rows gives the update of learning on all with the others masked."""
     if not (case.learns and case.common):
         return
-    ends = []
+    case, ends = case.in_double(), []
     for share in (0.0, 1.0):
         adapter = case.adapter()
         for batch in case.stream():
@@ -251,6 +259,7 @@ def order_of_rows_does_not_matter(case: Case) -> None:
     """Permuted images give permuted answers."""
     if not case.common:
         return
+    case = case.in_double()
     batch = case.stream()[0]
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
     answers = case.adapter()(batch)[order]
@@ -269,6 +278,7 @@ def gradient_modes_do_not_matter(case: Case) -> None:
 
 def fast_gives_the_same(case: Case) -> None:
     """Programs over padded rows answer, and learn, as the exact way does."""
+    case = case.in_double()
     exact, fast = case.adapter(speed="exact"), case.adapter(speed="fast")
     _ensure_close(_run(fast, case.stream()), _run(exact, case.stream()), "answers of speed='fast'")
     counts = [{name: a.counts[name] for name in ("stepped", "selected")} for a in (exact, fast)]
@@ -314,16 +324,17 @@ def global_generator_is_left_alone(case: Case) -> None:
 
 def rows_that_are_not_finite_touch_nothing(case: Case) -> None:
     """Rows with bad pixels are counted, get the plain model's logits and change no other row."""
+    case = case.in_double()
     clean, dirty = case.adapter(), case.adapter()
-    bad = images(2, seed=3)
+    bad = images(2, seed=3).to(case.dtype)
     bad[0, 0, 0, 0], bad[1, 2] = torch.nan, torch.inf
-    plain = network(case.net).eval()(bad).detach()
+    plain = network(case.net).to(case.dtype).eval()(bad).detach()
     for index, batch in enumerate(case.stream()):
         expected = clean(batch)
         answers = dirty(torch.cat((bad[:1], batch, bad[1:])))
         _ensure_equal(answers[1:-1], expected, "the other rows' answers")
         if not index:
-            same = torch.allclose(answers[[0, -1]], plain, equal_nan=True, atol=1e-5)
+            same = torch.allclose(answers[[0, -1]], plain, HALF, HALF, equal_nan=True)
             _ensure(same, "rows that are not finite must get the plain model's logits")
     _ensure(dirty.counts["not_finite"] == 2 * len(case.stream()), "they are not counted")
     _ensure_equal(dirty._live().state.theta, clean._live().state.theta, "theta")
@@ -396,5 +407,6 @@ def _ensure_equal(found: Tensor, expected: Tensor, what: str) -> None:
 
 
 def _ensure_close(found: Tensor, expected: Tensor, what: str) -> None:
-    if not torch.allclose(found, expected, atol=1e-4, rtol=1e-3):
+    """Both in float64."""
+    if not torch.allclose(found, expected, HALF, HALF):
         raise CheckError(f"{what} (differ by up to {(found - expected).abs().max():.1e})")

@@ -27,7 +27,7 @@ MOST = 4  # processes: more would spend longer on starting than they save
 def demo(
     images: Annotated[
         int | None,
-        typer.Option(min=2, help="At most so many of each corruption; by default 1,024 or 2,000."),
+        typer.Option(min=2, help="Of each corruption; by default all 2,000."),
     ] = None,
     folder: Annotated[
         Path, typer.Option("--output", "-o", help="Where results and report go.")
@@ -90,7 +90,7 @@ def _on_page(
         "bars": drawing("story-bars", "Adapting works", show.bars(story)),
         "curves": drawing("story-curves", "What the guard does", show.curves(story)),
         "strips": list(show.strips(records, adapted, labels)),
-        "compared": " and ".join(map(show.spoken, show.COMPARED)),
+        "compared": show.spoken(show.COMPARED),
         "collapse": show.spoken(show.COLLAPSE),
     }
 
@@ -108,8 +108,7 @@ def _print(story: Story) -> None:
         after = Text(f"{one.after:.1f}", "green" if one.after > one.before else "red")
         names = (NETWORKS[one.network], spoken(one.corruption))
         effect.add_row(*names, f"{one.before:.1f}", norm, after)
-    where = " and ".join(map(spoken, COMPARED))
-    added = Table("host", title=f"2. What FATA adds: BatchNorm, {where}")
+    added = Table("host", title=f"2. What FATA adds: BatchNorm, {spoken(COMPARED)}")
     for head in ("alone", "with FATA", "gain and 95 % interval"):
         added.add_column(head, justify="right")
     added.add_column("")

@@ -16,11 +16,11 @@ demo: $(VENV)/.installed
 
 test: lint browser
 	@echo "== tests (without the slow ones: make test-all)"
-	@$(BIN)/python -m pytest -q -n 2 -m "not slow and not zoo"
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test-all: lint browser
 	@echo "== all tests"
-	@$(BIN)/python -m pytest -q -n 2
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: $(VENV)/.installed
 	@echo "== ruff"

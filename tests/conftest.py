@@ -21,6 +21,15 @@ if os.environ.get("FATA_TEST_ONEDNN") == "0":
 if os.environ.get("FATA_TEST_FLUSH") == "1" and not torch.set_flush_denormal(True):
     sys.exit("FATA_TEST_FLUSH=1: this processor cannot flush denormal numbers to zero")
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What starts a Ray cluster is slow, and so is the long list of architectures."""
+    for item in items:
+        if "cluster" in item.fixturenames or item.get_closest_marker("zoo"):
+            item.add_marker(pytest.mark.slow)
+
+
 BROWSER_FLAGS = (
     "--headless=new",
     "--no-sandbox",

@@ -22,6 +22,9 @@ DETERMINISTIC = (
 )  # fmt: skip
 
 
+SIDES = [32, pytest.param(224, marks=pytest.mark.slow)]
+
+
 @cache
 def pictures(side):
     """Four of scikit-image's, so many pixels a side, as bytes."""
@@ -59,6 +62,7 @@ def test_all_nineteen_are_here():
     assert set(CONSTANTS) == set(BY_NAME) == {*NAMES, *EXTRA}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"elastic_transform", "frost", "snow"}))
 def test_the_reference_is_the_package(photographs, name):
     """But for what docs/corruptions.md says it does otherwise than the published scripts."""
@@ -71,7 +75,7 @@ def test_the_reference_is_the_package(photographs, name):
         assert torch.equal(reference(photographs[:1], name, severity), tensor(np.stack([package])))
 
 
-@pytest.mark.parametrize("side", [224, 32])
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", DETERMINISTIC)
 def test_deterministic_ones_are_the_references(name, side):
     photographs = pictures(side)
@@ -109,7 +113,7 @@ def assert_alike(ours, theirs, mean, deviation, rings):
     assert (spectrum(ours) - spectrum(theirs)).abs().max() <= rings
 
 
-@pytest.mark.parametrize("side", [224, 32])
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_ones_change_images_as_the_reference_does(name, side):
     *tolerances, draws = RANDOM[name]
@@ -121,7 +125,7 @@ def test_random_ones_change_images_as_the_reference_does(name, side):
         assert_alike(ours, theirs, *tolerances)
 
 
-@pytest.mark.parametrize("side", [224, 32])
+@pytest.mark.parametrize("side", SIDES)
 def test_frost_changes_images_as_the_reference_does(monkeypatch, side):
     """Each picture as often: which one is laid over an image decides most."""
     photographs = np.concatenate([pictures(side)] * 4)
@@ -141,7 +145,7 @@ def test_frost_changes_images_as_the_reference_does(monkeypatch, side):
         assert_alike(torch.cat(ours), torch.cat(theirs), 0.01, 0.05, 0.02)
 
 
-@pytest.mark.parametrize("side", [224, 32])
+@pytest.mark.parametrize("side", SIDES)
 def test_spatter_of_the_same_noise_is_the_references(monkeypatch, side):
     photographs = pictures(side)
     noise = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
@@ -236,7 +240,7 @@ def test_frost_says_where_its_pictures_are_from():
     assert weather.frost_source() == "imagecorruptions-imaug"
 
 
-@pytest.mark.parametrize("side", [224, 64, 32])
+@pytest.mark.parametrize("side", [*SIDES, 64])
 def test_grown_frost_is_as_strong_as_the_pictures(side):
     images = tensor(pictures(side)).repeat(20, 1, 1, 1)
     laid = [fata.corrupt(images, "frost", severity) for severity in range(1, 6)]

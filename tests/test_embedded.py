@@ -80,6 +80,7 @@ def test_adapting_helps_where_the_statistics_moved():
     assert right["tent+fata"] > right["source"] + 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in BY_NAME if name not in DETERMINISTIC])
 def test_a_corruption_costs_as_much_accuracy_as_the_references(name, pictures):
     loaded = fata.zoo.load("mini_resnet_bn")

@@ -237,7 +237,7 @@ def test_memo_mixes_running_and_batch_statistics():
     stream = images(1).double()
     fields = {"views": 1, "augment": lambda image, n: image[None], "lr": 1e-15}
     plain = {name: fata.adapt(in_double("resnet_bn"), name)(stream) for name in ("norm", "source")}
-    for prior, name in ((0.0, "norm"), (1e12, "source")):
+    for prior, name in ((0.0, "norm"), (1e30, "source")):
         memo = fata.adapt(in_double("resnet_bn"), "memo", prior=prior, **fields)
         torch.testing.assert_close(memo(stream), plain[name], **DOUBLE)
     assert not torch.allclose(plain["norm"], plain["source"])
@@ -411,10 +411,8 @@ def test_cotta_asks_the_source_whether_it_is_sure():
 
 
 def test_frozen_and_unwrapped_cotta_answer_by_the_teacher():
-    adapter, stream = (
-        fata.adapt(in_double("resnet_gn"), "cotta", decay=1.0, threshold=0.0),
-        images(4),
-    )
+    adapter = fata.adapt(in_double("resnet_gn"), "cotta", decay=1.0, threshold=0.0)
+    stream = images(4).double()
     run(adapter, "resnet_gn", dtype=torch.float64)
     plain = in_double("resnet_gn")(stream).detach()
     with adapter.frozen():

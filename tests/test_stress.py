@@ -114,8 +114,8 @@ def test_the_adversary_changes_little_and_gets_its_class(scene):
         before, after = (
             model(some).softmax(1)[:, CLASS] for some in (scene.normalise(few), images)
         )
-    assert (after > before).all()
-    assert after.mean() > 0.5 > before.mean()
+    assert (after >= before).all()
+    assert after.mean() > 0.5 > before.mean()  # most become its class
 
 
 @pytest.mark.parametrize(("name", "first"), [("adversary", 0), ("adversary-late", 1)])

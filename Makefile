@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 .PHONY: help demo test test-all lint browser clean
 
 help:
-	@echo "make demo      adapt a trained network to corrupted images by every method: a table and a page"
+	@echo "make demo      what adapting, FATA and the guard do: about two minutes, a page at the end"
 	@echo "make test      lint, type check and the tests that a change is likely to break"
 	@echo "make test-all  the same with all tests, as in CI"
 	@echo "make lint      ruff and mypy alone"
@@ -22,7 +22,7 @@ test-all: lint browser
 	@echo "== all tests"
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.tested
 	@echo "== ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -32,6 +32,11 @@ lint: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml
 	@echo "== creating $(VENV) and installing (PyTorch takes a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
+	@echo "== installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
 	@touch $@
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fata.norms import widened
+
 
 def group_norm(
     x: Tensor,
@@ -31,7 +33,7 @@ def group_norm(
     Squares are of what is left of a channel's values without the first of them: their sum has no
     digits to lose, however far from 0 the values are.
     """
-    wide = x.float()
+    wide = widened(x)
     first = wide.flatten(2)[:, :, 0] if x.ndim > 2 else wide
     off = wide - _over(first, x)
     one, two = (s / places for s in _sums(off, off.square()))
@@ -61,7 +63,7 @@ def group_norm_backward(
     """The way back to the input, the weight and the bias, where it is wanted."""
     size = channels // groups * places
     m, r = (_by_channel(of, channels) for of in (mean, rstd))
-    g, off = gradient.float(), x.float() - _over(m, x)
+    g, off = widened(gradient), widened(x) - _over(m, x)
     with_x, alone = _sums(g * off, g)
     into_weight = (with_x * r).sum(0) if wanted[1] else None
     into_bias = alone.sum(0) if wanted[2] else None

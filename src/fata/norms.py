@@ -136,7 +136,7 @@ class BatchStatistics:
             return None
         x = _input(args, kwargs)
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        wide = _widened(x)
+        wide = widened(x)
         batch_var, batch_mean, values = (
             self._ranks.moments(wide, axes)
             if self._rows is None
@@ -163,7 +163,7 @@ class BatchStatistics:
             return
         x = _input(args, kwargs).detach()
         axes = [axis for axis in range(x.ndim) if axis != 1]
-        batch_var, batch_mean, _ = self._ranks.moments(_widened(x), axes)
+        batch_var, batch_mean, _ = self._ranks.moments(widened(x), axes)
         mixed_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
         _override(layer, mixed_mean, torch.lerp(batch_var.to(var.dtype), var, self._share))
 
@@ -193,6 +193,6 @@ def _input(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
     return args[0] if args else next(iter(kwargs.values()))
 
 
-def _widened(x: Tensor) -> Tensor:
+def widened(x: Tensor) -> Tensor:
     """In full precision."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -6,6 +6,7 @@ trying:
 
 - In float64 each operation rounds by at most 2^-53. `DOUBLE` asks for half of these 53 bits: a
   network may amplify rounding a hundred million times, and a wrong row, weight or sign still shows.
+- `SINGLE` asks for half of float32's 24 bits, where a library computes a part of float64 so.
 - bfloat16 is compared with `in_bfloat16`, the same network that rounds as bfloat16 does and
   computes in float64 in between. Both are as far from the exact network, but for a small factor,
   `FACTOR`.
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 DOUBLE = {"rtol": 2**-26, "atol": 2**-26}
+SINGLE = {"rtol": 2**-12, "atol": 2**-12}
 FACTOR = 3  # of root mean squares over hundreds of values, each from hundreds of roundings
 
 

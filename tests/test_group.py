@@ -300,7 +300,7 @@ GRID = (
 
 def bench(folder, *before):
     """Cells by `fata bench`: batches of 64 and 7, and of one image, of which a rank has none."""
-    command = [sys.executable, "-m", *before, "fata", "bench", *GRID.split()]
+    command = [sys.executable, "-m", *before, "fata", "bench", "--device", "cpu", *GRID.split()]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return done, list(Store(folder / "results.db"))
 

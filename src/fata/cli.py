@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from types import FrameType
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import typer
 
 import fata
-from fata.commands import say
+from fata.commands import Messages, say
 from fata.commands.bench import bench
 from fata.commands.check import check
 from fata.commands.corrupt import corrupt
@@ -33,6 +34,9 @@ for command in (demo, bench, report, reproduce, cost, data, corrupt, train_sourc
 def run() -> None:
     """The program: SIGTERM, as `timeout` and batch systems send it, ends it as Ctrl-C does."""
     signal.signal(signal.SIGTERM, _as_ctrl_c)
+    log = logging.getLogger("fata")
+    log.setLevel(logging.INFO)
+    log.addHandler(Messages())
     app(prog_name="fata")
 
 

@@ -1,5 +1,6 @@
 """The commands of `fata`, one file each."""
 
+import logging
 import re
 import sys
 from collections.abc import Iterable
@@ -32,6 +33,14 @@ console = Terminal()
 def say(text: str) -> None:
     """Print a line; nothing is broken to the terminal's width."""
     console.print(text, soft_wrap=True)
+
+
+class Messages(logging.Handler):
+    """Shows what the library logs, beside a progress bar too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message."""
+        say(record.getMessage())
 
 
 def look_here(methods: Iterable[str]) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import fata
-from fata.tap import Tap
+from fata.network.tap import Tap
 
 NETWORKS = ("resnet50_gn", "vit_base_patch16_224")
 

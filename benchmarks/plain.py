@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fata.methods import parse
-from fata.norms import batch_norms
-from fata.parameters import choose
+from fata.network.norms import batch_norms
+from fata.network.parameters import choose
 from fata.selection import shuffle_patches
-from fata.structure import auto_layer
+from fata.network.structure import auto_layer
 
 
 class Plain:

@@ -33,7 +33,7 @@ from benchmarks.race import WARM_GPU, Call, Runner, race, times
 from benchmarks.share import Share
 from fata.guard import RARELY, SETTLED, SOONER
 from fata.methods import HOSTS
-from fata.norms import batch_norms
+from fata.network.norms import batch_norms
 from fata.zoo import ZooError, mini
 
 TURN = 10  # calls in a row on a GPU, as in a stream: what is launched early waits there

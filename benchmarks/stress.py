@@ -27,7 +27,7 @@ from benchmarks.ordeals import ORDEALS, Batch, Scene
 from benchmarks.speed import conditions, markdown
 from fata.data import DataError
 from fata.methods import HOSTS
-from fata.norms import batch_norms
+from fata.network.norms import batch_norms
 from fata.zoo import embedded
 
 METHODS = ("tent", "tent+fata", "eata+fata", "sar", "deyo+fata")

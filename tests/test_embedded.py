@@ -10,7 +10,7 @@ import train_embedded as script
 
 import fata
 from fata.corruptions import BY_NAME
-from fata.structure import auto_layer
+from fata.network.structure import auto_layer
 from fata.zoo import embedded, mini
 from reference_corruptions import reference_corrupt
 

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import fata
-import fata.norms
+import fata.network.norms
 from fata.check import images, network
-from fata.norms import BatchStatistics, is_norm
+from fata.network.norms import BatchStatistics, is_norm
 from precision import DOUBLE
 
 
@@ -167,7 +167,7 @@ class Interrupt:
         self.left = n
 
     def __call__(self, frame, event, arg):
-        if frame.f_code.co_filename != fata.norms.__file__:
+        if frame.f_code.co_filename != fata.network.norms.__file__:
             return None
         self.left -= event == "line"
         if event == "line" and not self.left:

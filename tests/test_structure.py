@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import fata
-from fata.structure import auto_layer, truncated, trunk
-from fata.tap import Tap
+from fata.network.structure import auto_layer, truncated, trunk
+from fata.network.tap import Tap
 
 
 def small():

@@ -7,8 +7,8 @@ import torchvision
 from torch import nn
 
 import fata
-from fata.norms import batch_norms, norm_layers
-from fata.tap import Tap, _first, _with
+from fata.network.norms import batch_norms, norm_layers
+from fata.network.tap import Tap, _first, _with
 
 # Name -> (image size, keyword arguments).
 FAST = {

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
     from fata.selection import Selection
     from fata.state import StateError
-    from fata.structure import layers
+    from fata.network.structure import layers
 
 __version__ = "0.1.0"
 

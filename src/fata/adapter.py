@@ -27,7 +27,7 @@ from fata.guard import Guard, Watch
 from fata.method import Method, OwnStep
 from fata.methods import describe, parse, spec_of
 from fata.methods.source import Norm
-from fata.parameters import Params, Theta, choose
+from fata.network.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate
 
 RECOMMENDED = "eata+fata"

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from fata.group import ALONE, Alone
 from fata.losses import entropy, soft_cross_entropy
 from fata.method import Batch, Memory, in_range, is_threshold
-from fata.norms import is_norm
+from fata.network.norms import is_norm
 from fata.selection import Selection, confidence, reliable
 
 LOSSES = ("fata", "simple_aug", "mse", "simple_ce")

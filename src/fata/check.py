@@ -24,7 +24,7 @@ from fata.augment import Fata
 from fata.losses import entropy
 from fata.method import Batch, Memory, Method, OwnStep
 from fata.methods import Norm, Source, describe
-from fata.norms import BatchStatistics
+from fata.network.norms import BatchStatistics
 from fata.selection import Selection, reliable
 
 ROWS = (16, 1)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fata.norms import widened
+from fata.network.norms import widened
 
 
 def group_norm(

@@ -36,11 +36,11 @@ from fata.group import ALONE, Alone, Group
 from fata.guard import Guard, Watch, Watched
 from fata.losses import weighted_mean
 from fata.method import Batch, Memory, Method, OwnStep
-from fata.norms import BatchStatistics, batch_norms
-from fata.outputs import logits_of
-from fata.parameters import Theta
+from fata.network.norms import BatchStatistics, batch_norms
+from fata.network.outputs import logits_of
+from fata.network.parameters import Theta
 from fata.selection import Selection
-from fata.tap import Tap
+from fata.network.tap import Tap
 from fata.updates import ascend, either, sgd
 
 # From this share of selected rows on, one pass with gradient over all rows costs less than a

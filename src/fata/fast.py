@@ -34,8 +34,8 @@ from fata.engine import Engine, NotFiniteError, Pass, Terms
 from fata.half import Half, halves, heads_of, in_half, pays_on_cpu
 from fata.later import Later
 from fata.method import BLIND, Batch, Memory, OwnStep
-from fata.norms import norm_layers
-from fata.outputs import logits_of
+from fata.network.norms import norm_layers
+from fata.network.outputs import logits_of
 from fata.program import Kept, Pools, Program
 from fata.selection import Selection
 from fata.updates import ascend, either, sgd

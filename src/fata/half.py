@@ -18,7 +18,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from fata.program import channels_last
-from fata.tap import Answer, answering
+from fata.network.tap import Answer, answering
 
 WIDE = 100_000  # parameters from which on a network gains from it on a CPU
 

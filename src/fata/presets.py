@@ -12,7 +12,7 @@ from numbers import Real
 from torch import nn
 
 from fata.method import Method
-from fata.norms import norm_layers
+from fata.network.norms import norm_layers
 
 PRESETS = ("paper", "release")
 

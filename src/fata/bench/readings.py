@@ -22,7 +22,7 @@ from fata.data import open as open_data
 from fata.data import stream
 from fata.methods import Tent
 from fata.presets import rate
-from fata.structure import trunk
+from fata.network.structure import trunk
 from fata.zoo import mini
 
 Found = dict[str, dict[str, list[Record]]]  # by row and part; one a seed that did not fail

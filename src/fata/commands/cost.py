@@ -46,7 +46,7 @@ def cost(
     from fata.bench.cost import cost as cost_of
     from fata.engine import DENSE
     from fata.methods import parse
-    from fata.norms import batch_norms
+    from fata.network.norms import batch_norms
     from fata.zoo import ZooError
     from fata.zoo.sources import Mini, architecture
 

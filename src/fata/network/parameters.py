@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fata._text import listed, near
-from fata.norms import norm_layers
-from fata.structure import truncated
+from fata.network.norms import norm_layers
+from fata.network.structure import truncated
 
 Params = str | Sequence[str]
 SETS = ("all", "truncated", "weights", "every")

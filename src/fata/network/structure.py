@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fata._text import listed
-from fata.norms import is_norm, norm_layers
+from fata.network.norms import is_norm, norm_layers
 
 _STRIDED = (nn.Conv1d, nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
 

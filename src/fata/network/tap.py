@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fata._text import listed, near
-from fata.structure import auto_layer, layers
+from fata.network.structure import auto_layer, layers
 
 Answer = Callable[..., Any]
 

@@ -17,7 +17,7 @@ import fata
 from fata import tiny
 from fata.bench.store import Store
 from fata.check import images, network
-from fata.group import EVERY, GroupError
+from fata.distributed.ranks import EVERY, GroupError
 from fata.losses import entropy
 from fata.methods import SPECS
 

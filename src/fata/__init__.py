@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from fata.augment import Fata
     from fata.corruptions import corrupt
     from fata.data.streams import stream
-    from fata.group import GroupError
+    from fata.distributed.ranks import GroupError
     from fata.guard import Guard
     from fata.method import Batch, Memory, Method
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent

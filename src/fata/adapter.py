@@ -22,7 +22,7 @@ from fata.augment import Fata
 from fata.engine import Engine, NotFiniteError
 from fata.fast import FastEngine
 from fata.fisher import FisherData, fisher
-from fata.group import Alone, Group
+from fata.distributed.ranks import Alone, Group
 from fata.guard import Guard, Watch
 from fata.method import Method, OwnStep
 from fata.methods import describe, parse, spec_of

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fata.group import ALONE, Alone
+from fata.distributed.ranks import ALONE, Alone
 from fata.losses import entropy, soft_cross_entropy
 from fata.method import Batch, Memory, in_range, is_threshold
 from fata.network.norms import is_norm

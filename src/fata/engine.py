@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from fata._text import listed
 from fata.augment import Fata, Perturb, channel_axis
-from fata.group import ALONE, Alone, Group
+from fata.distributed.ranks import ALONE, Alone, Group
 from fata.guard import Guard, Watch, Watched
 from fata.losses import weighted_mean
 from fata.method import Batch, Memory, Method, OwnStep

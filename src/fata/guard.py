@@ -45,7 +45,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fata.group import ALONE, Alone
+from fata.distributed.ranks import ALONE, Alone
 from fata.later import Later
 from fata.losses import entropy
 from fata.method import Memory, in_range

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fata.group import ALONE, Alone
+from fata.distributed.ranks import ALONE, Alone
 from fata.selection import Selection
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fata.group import ALONE, Alone
+from fata.distributed.ranks import ALONE, Alone
 from fata.losses import entropy
 from fata.selection import Selection
 

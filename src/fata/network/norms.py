@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from fata.group import ALONE, Alone, Group
+from fata.distributed.ranks import ALONE, Alone, Group
 
 # Layers of other libraries that normalise without being a subclass of torch's own.
 _BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)

@@ -1,0 +1,1 @@
+"""Ranks that share every batch."""

@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fata.methods import parse
+from fata.methods.selection import shuffle_patches
 from fata.network.norms import batch_norms
 from fata.network.parameters import choose
-from fata.selection import shuffle_patches
 from fata.network.structure import auto_layer
 
 

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import fata
 from benchmarks.archive import kept
-from fata.losses import entropy
+from fata.methods.losses import entropy
+from fata.methods.selection import shuffle_patches
 from fata.network.norms import batch_norms
-from fata.selection import shuffle_patches
 from fata.zoo import mini
 from fata.zoo.sources import architecture
 

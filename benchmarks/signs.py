@@ -21,7 +21,7 @@ from torch import Tensor
 import fata
 from fata.bench.grid import Grid
 from fata.corruptions import EXTRA
-from fata.losses import entropy
+from fata.methods.losses import entropy
 
 _WEIGHT = 0.25  # of the newest batch
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fata
-from fata.augment import channel_axis, channel_mean
 from fata.check import Case, network
-from fata.method import Batch
+from fata.methods.base import Batch
+from fata.methods.fata import channel_axis, channel_mean
 from precision import DOUBLE
 
 

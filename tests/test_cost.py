@@ -15,8 +15,8 @@ import fata
 from fata.bench import cost
 from fata.bench.cost import Macs, effective, passes, rows
 from fata.commands.cost import cost as command
-from fata.losses import entropy
 from fata.methods import SPECS
+from fata.methods.losses import entropy
 
 IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 SELECTIVE = ("eata", "sar", "deyo", "fata", "eata+fata", "sar+fata", "deyo+fata")

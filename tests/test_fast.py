@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_flatten
 import fata
 from fata import decompositions, fast, half, program, tiny
 from fata.adapter import default_speed
-from fata.augment import Perturb
 from fata.bench.measure import Clock
 from fata.guard import Watched
-from fata.losses import entropy
 from fata.methods import SPECS
-from fata.selection import Selection
+from fata.methods.fata import Perturb
+from fata.methods.losses import entropy
+from fata.methods.selection import Selection
 from precision import DOUBLE, assert_rounded_alike, in_bfloat16, rms
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")

@@ -18,8 +18,8 @@ from fata import tiny
 from fata.bench.store import Store
 from fata.check import images, network
 from fata.distributed.ranks import EVERY, GroupError
-from fata.losses import entropy
 from fata.methods import SPECS
+from fata.methods.losses import entropy
 
 OWN_STEP = ("cotta", "memo")
 WITH_FATA = ("eata+fata", "sar+fata", "deyo+fata")

@@ -8,9 +8,9 @@ from torch import nn
 
 import fata
 from fata.check import Case, images, network
-from fata.method import Batch
-from fata.pixels import Draw, Pixels
-from fata.views import _OPERATIONS, augmix_view, cotta_view
+from fata.methods.base import Batch
+from fata.methods.pixels import Draw, Pixels
+from fata.methods.views import _OPERATIONS, augmix_view, cotta_view
 from precision import DOUBLE
 
 INF = math.inf

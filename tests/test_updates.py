@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from fata.losses import entropy, marginal_entropy, soft_cross_entropy, weighted_mean
-from fata.selection import Selection, confidence, distinct, reliable, shuffle_patches
+from fata.methods.losses import entropy, marginal_entropy, soft_cross_entropy, weighted_mean
+from fata.methods.selection import Selection, confidence, distinct, reliable, shuffle_patches
 from fata.updates import ascend, sgd
 
 

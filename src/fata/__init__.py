@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fata import corruptions, data, tiny, zoo
     from fata.adapter import Adapter, adapt
-    from fata.augment import Fata
     from fata.corruptions import corrupt
     from fata.data.streams import stream
     from fata.distributed.ranks import GroupError
     from fata.guard import Guard
-    from fata.method import Batch, Memory, Method
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
-    from fata.selection import Selection
-    from fata.state import StateError
+    from fata.methods.base import Batch, Memory, Method
+    from fata.methods.fata import Fata
+    from fata.methods.selection import Selection
     from fata.network.structure import layers
+    from fata.state import StateError
 
 __version__ = "0.1.0"
 
@@ -50,16 +50,16 @@ __all__ = [
 # Where the names above are; they are imported when first asked for, as PyTorch takes seconds.
 _FROM = {
     "adapter": ("Adapter", "adapt"),
-    "augment": ("Fata",),
     "corruptions": ("corrupt",),
     "data.streams": ("stream",),
-    "group": ("GroupError",),
+    "distributed.ranks": ("GroupError",),
     "guard": ("Guard",),
-    "method": ("Batch", "Memory", "Method"),
     "methods": ("Cotta", "Deyo", "Eata", "Memo", "Norm", "Sar", "Source", "Tent"),
-    "selection": ("Selection",),
+    "methods.base": ("Batch", "Memory", "Method"),
+    "methods.fata": ("Fata",),
+    "methods.selection": ("Selection",),
+    "network.structure": ("layers",),
     "state": ("StateError",),
-    "structure": ("layers",),
 }
 _PLACES = {name: module for module, names in _FROM.items() for name in names}
 

@@ -18,14 +18,14 @@ from torch.distributed import ProcessGroup
 from torch.nn.parameter import UninitializedParameter
 
 from fata import state as states
-from fata.augment import Fata
+from fata.distributed.ranks import Alone, Group
 from fata.engine import Engine, NotFiniteError
 from fata.fast import FastEngine
 from fata.fisher import FisherData, fisher
-from fata.distributed.ranks import Alone, Group
 from fata.guard import Guard, Watch
-from fata.method import Method, OwnStep
 from fata.methods import describe, parse, spec_of
+from fata.methods.base import Method, OwnStep
+from fata.methods.fata import Fata
 from fata.methods.source import Norm
 from fata.network.parameters import Params, Theta, choose
 from fata.presets import check_rate, is_transformer_like, rate

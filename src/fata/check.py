@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from fata import tiny
 from fata.adapter import Adapter
-from fata.augment import Fata
-from fata.losses import entropy
-from fata.method import Batch, Memory, Method, OwnStep
 from fata.methods import Norm, Source, describe
+from fata.methods.base import Batch, Memory, Method, OwnStep
+from fata.methods.fata import Fata
+from fata.methods.losses import entropy
+from fata.methods.selection import Selection, reliable
 from fata.network.norms import BatchStatistics
-from fata.selection import Selection, reliable
 
 ROWS = (16, 1)
 CLASSES = 10

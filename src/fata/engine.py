@@ -31,15 +31,15 @@ import torch
 from torch import Tensor, nn
 
 from fata._text import listed
-from fata.augment import Fata, Perturb, channel_axis
 from fata.distributed.ranks import ALONE, Alone, Group
 from fata.guard import Guard, Watch, Watched
-from fata.losses import weighted_mean
-from fata.method import Batch, Memory, Method, OwnStep
+from fata.methods.base import Batch, Memory, Method, OwnStep
+from fata.methods.fata import Fata, Perturb, channel_axis
+from fata.methods.losses import weighted_mean
+from fata.methods.selection import Selection
 from fata.network.norms import BatchStatistics, batch_norms
 from fata.network.outputs import logits_of
 from fata.network.parameters import Theta
-from fata.selection import Selection
 from fata.network.tap import Tap
 from fata.updates import ascend, either, sgd
 

@@ -29,15 +29,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_structure
 
-from fata.augment import Perturb, channel_axis
 from fata.engine import Engine, NotFiniteError, Pass, Terms
 from fata.half import Half, halves, heads_of, in_half, pays_on_cpu
 from fata.later import Later
-from fata.method import BLIND, Batch, Memory, OwnStep
+from fata.methods.base import BLIND, Batch, Memory, OwnStep
+from fata.methods.fata import Perturb, channel_axis
+from fata.methods.selection import Selection
 from fata.network.norms import norm_layers
 from fata.network.outputs import logits_of
 from fata.program import Kept, Pools, Program
-from fata.selection import Selection
 from fata.updates import ascend, either, sgd
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling

@@ -47,8 +47,8 @@ from torch import Tensor
 
 from fata.distributed.ranks import ALONE, Alone
 from fata.later import Later
-from fata.losses import entropy
-from fata.method import Memory, in_range
+from fata.methods.base import Memory, in_range
+from fata.methods.losses import entropy
 
 if TYPE_CHECKING:
     from fata.engine import Engine

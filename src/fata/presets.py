@@ -11,7 +11,7 @@ from numbers import Real
 
 from torch import nn
 
-from fata.method import Method
+from fata.methods.base import Method
 from fata.network.norms import norm_layers
 
 PRESETS = ("paper", "release")

@@ -26,8 +26,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from fata._text import listed
 from fata.engine import Engine, State
 from fata.guard import Watched
-from fata.method import OwnStep
 from fata.methods import describe, spec_of
+from fata.methods.base import OwnStep
 
 FORMAT = 4
 

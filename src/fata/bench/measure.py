@@ -19,7 +19,7 @@ from fata.bench.cost import Macs, effective
 from fata.bench.summary import Rows, summary
 from fata.data import Samples, Stream
 from fata.later import Later
-from fata.losses import entropy
+from fata.methods.losses import entropy
 from fata.zoo import Loaded
 
 Tick = Callable[[int, float], None]  # images seen, share of them that is right

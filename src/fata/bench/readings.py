@@ -8,7 +8,6 @@ from itertools import pairwise
 from statistics import fmean, mean
 
 from fata.adapter import adapt
-from fata.augment import Fata
 from fata.bench.beside import GAIN, PLAIN, Pair, Sheet
 from fata.bench.cell import key
 from fata.bench.cost import paper
@@ -21,8 +20,9 @@ from fata.bench.workshop import Workshop
 from fata.data import open as open_data
 from fata.data import stream
 from fata.methods import Tent
-from fata.presets import rate
+from fata.methods.fata import Fata
 from fata.network.structure import trunk
+from fata.presets import rate
 from fata.zoo import mini
 
 Found = dict[str, dict[str, list[Record]]]  # by row and part; one a seed that did not fail

@@ -12,7 +12,7 @@ from rich.text import Text
 from fata.commands import console, look_here
 
 if TYPE_CHECKING:
-    from fata.method import Method
+    from fata.methods.base import Method
 
 
 def check(
@@ -31,8 +31,8 @@ def check(
 
     from fata import check as battery
     from fata import tiny
-    from fata.augment import Fata
-    from fata.method import OwnStep
+    from fata.methods.base import OwnStep
+    from fata.methods.fata import Fata
 
     mine, nets = _load(method), net or list(tiny.NAMES)
     if unknown := [name for name in nets if name not in tiny.NAMES]:

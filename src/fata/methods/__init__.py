@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from fata._text import near
-from fata.augment import Fata
-from fata.method import Method
+from fata.methods.base import Method
 from fata.methods.cotta import Cotta
 from fata.methods.deyo import Deyo
 from fata.methods.eata import Eata
+from fata.methods.fata import Fata
 from fata.methods.memo import Memo
 from fata.methods.outside import outside
 from fata.methods.sar import Sar

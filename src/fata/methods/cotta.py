@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fata.losses import soft_cross_entropy
-from fata.method import OwnStep, in_range
-from fata.pixels import Draw, Pixels
+from fata.methods.base import OwnStep, in_range
+from fata.methods.losses import soft_cross_entropy
+from fata.methods.pixels import Draw, Pixels
 
 if TYPE_CHECKING:
     from fata.engine import Engine
@@ -98,7 +98,7 @@ class Cotta(OwnStep):
     def _averaged(self, engine: Engine, images: Tensor) -> Tensor:
         augment = self.augment
         if augment is None:
-            from fata.views import cotta_view  # torchvision takes seconds to import
+            from fata.methods.views import cotta_view  # torchvision takes seconds to import
 
             place = engine.group.place(len(images))
             draw = Draw(engine.generator("views", "cpu"), place)

@@ -18,8 +18,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fata.method import Batch, Memory, Method, in_range, is_threshold
-from fata.selection import Selection, confidence, reliable, shuffle_patches
+from fata.methods.base import Batch, Memory, Method, in_range, is_threshold
+from fata.methods.selection import Selection, confidence, reliable, shuffle_patches
 
 
 @dataclass(frozen=True)

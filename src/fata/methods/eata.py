@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fata.method import Batch, Memory, Method, in_range, is_threshold
-from fata.selection import Selection, confidence, distinct, reliable
+from fata.methods.base import Batch, Memory, Method, in_range, is_threshold
+from fata.methods.selection import Selection, confidence, distinct, reliable
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fata.losses import marginal_entropy
-from fata.method import OwnStep, in_range
-from fata.pixels import Draw, Pixels
+from fata.methods.base import OwnStep, in_range
+from fata.methods.losses import marginal_entropy
+from fata.methods.pixels import Draw, Pixels
 
 if TYPE_CHECKING:
     from fata.engine import Engine
@@ -94,7 +94,7 @@ class Memo(OwnStep):
     def _views(self, image: Tensor, draw: Draw) -> Tensor:
         if self.augment is not None:
             return self.augment(image[0], self.views)
-        from fata.views import augmix_view  # torchvision takes seconds to import
+        from fata.methods.views import augmix_view  # torchvision takes seconds to import
 
         space = Pixels(self.mean, self.std)
         pixels = space.of(image if image.numel() > SMALL else image.cpu())

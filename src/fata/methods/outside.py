@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from fata.method import Method
+from fata.methods.base import Method
 
 
 def outside(target: str) -> type[Method]:

@@ -19,9 +19,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fata.losses import weighted_mean
-from fata.method import Batch, Memory, Method, in_range, is_threshold
-from fata.selection import Selection, reliable
+from fata.methods.base import Batch, Memory, Method, in_range, is_threshold
+from fata.methods.losses import weighted_mean
+from fata.methods.selection import Selection, reliable
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from fata.method import Batch, Memory, Method
-from fata.selection import Selection
+from fata.methods.base import Batch, Memory, Method
+from fata.methods.selection import Selection
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import torch
 
-from fata.method import Batch, Memory, Method
-from fata.selection import Selection
+from fata.methods.base import Batch, Memory, Method
+from fata.methods.selection import Selection
 
 
 @dataclass(frozen=True)

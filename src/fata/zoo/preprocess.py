@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fata.pixels import Pixels
+from fata.methods.pixels import Pixels
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 INTERPOLATIONS = tuple(mode.name.lower() for mode in Image.Resampling)

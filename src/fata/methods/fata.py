@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fata.distributed.ranks import ALONE, Alone
-from fata.losses import entropy, soft_cross_entropy
-from fata.method import Batch, Memory, in_range, is_threshold
+from fata.methods.base import Batch, Memory, in_range, is_threshold
+from fata.methods.losses import entropy, soft_cross_entropy
+from fata.methods.selection import Selection, confidence, reliable
 from fata.network.norms import is_norm
-from fata.selection import Selection, confidence, reliable
 
 LOSSES = ("fata", "simple_aug", "mse", "simple_ce")
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as T
 
-from fata.pixels import Draw
+from fata.methods.pixels import Draw
 
 
 def cotta_view(pixels: Tensor, draw: Draw) -> Tensor:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fata.distributed.ranks import ALONE, Alone
-from fata.selection import Selection
+from fata.methods.selection import Selection
 
 
 def entropy(logits: Tensor) -> Tensor:

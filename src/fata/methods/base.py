@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fata.distributed.ranks import ALONE, Alone
-from fata.losses import entropy
-from fata.selection import Selection
+from fata.methods.losses import entropy
+from fata.methods.selection import Selection
 
 if TYPE_CHECKING:
     from fata.engine import Engine

@@ -28,6 +28,8 @@ lint: $(VENV)/.tested
 	@$(BIN)/ruff format --check .
 	@echo "== mypy"
 	@$(BIN)/mypy
+	@echo "== imports"
+	@$(BIN)/lint-imports --no-logo 2>&1
 
 $(VENV)/.installed: pyproject.toml
 	@echo "== creating $(VENV) and installing (PyTorch takes a few minutes the first time)"

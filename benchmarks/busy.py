@@ -37,11 +37,11 @@ from benchmarks.race import WARM, wait
 from benchmarks.share import Share
 from benchmarks.speed import SPECS, conditions, markdown
 from fata.bench.cost import Macs, passes
-from fata.bench.measure import measure
-from fata.bench.shelf import Shelf, free_memory
-from fata.bench.workshop import Workshop
+from fata.bench.run.measure import measure
+from fata.bench.run.pictures import Shelf, free_memory
+from fata.bench.run.runner import Workshop
 from fata.data import Stream, serve
-from fata.program import OFTEN
+from fata.engine.fast.programs import OFTEN
 from fata.zoo import Loaded, Weights, ZooError
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 

@@ -23,9 +23,9 @@ import fata
 from benchmarks.speed import markdown
 from fata.bench.cell import key
 from fata.bench.grid import Grid
-from fata.bench.run import missing, run
+from fata.bench.run.local import missing, run
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Store
-from fata.bench.workshop import Workshop
 from fata.commands.bench import Show
 from fata.zoo import Loaded, Weights, ZooError
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from benchmarks.archive import kept, lines
 from benchmarks.presets import HOSTS
-from fata.bench.formats import markdown
+from fata.bench.report.formats import markdown
+from fata.bench.report.tables import Comparison, comparisons, domain_name, labels
 from fata.bench.store import Record
-from fata.bench.tables import Comparison, comparisons, domain_name, labels
 
 SHARES = (0, 80, 88, 94, 100)  # of the source's sure answers, in %
 Pair = tuple[Record, Record]  # a host, and host+FATA on the same stream with the same settings

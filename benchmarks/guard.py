@@ -13,9 +13,9 @@ from pathlib import Path
 
 import fata
 from fata.bench.grid import Grid
-from fata.bench.run import missing, run
+from fata.bench.run.local import missing, run
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Record, Store
-from fata.bench.workshop import Workshop
 from fata.commands.bench import Show
 from fata.corruptions import EXTRA
 from fata.zoo import embedded

@@ -19,11 +19,11 @@ from typing import Any
 
 import fata
 from benchmarks.chance import Nudged
-from fata.bench.formats import markdown
 from fata.bench.grid import Grid
-from fata.bench.run import missing, run
+from fata.bench.report.formats import markdown
+from fata.bench.report.tables import comparisons
+from fata.bench.run.local import missing, run
 from fata.bench.store import Store
-from fata.bench.tables import comparisons
 from fata.commands.bench import Show
 from fata.zoo import Loaded, Preprocess, Weights
 

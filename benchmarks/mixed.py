@@ -20,7 +20,7 @@ import fata
 from benchmarks.speed import markdown
 from fata.corruptions import EXTRA
 from fata.data import DataError
-from fata.guard import compare
+from fata.guard.policy import compare
 
 MODEL = "mini_resnet_bn"
 

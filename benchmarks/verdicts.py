@@ -29,8 +29,8 @@ from benchmarks.archive import lines
 from fata.bench.grid import Grid
 from fata.corruptions import EXTRA
 from fata.distributed.ranks import ALONE
-from fata.engine import State
-from fata.guard import Event, Guard, Watch
+from fata.engine.step import State
+from fata.guard.policy import Event, Guard, Watch
 
 Batch = dict[str, Any]  # "pairs": [adapted, source, how often]; "right", "still": how many are
 

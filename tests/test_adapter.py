@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fata
-from fata.check import Case, images, network
+from fata.testing.checks import Case, images, network
 from precision import DOUBLE, SINGLE
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import fata
-from fata.check import Case, network
 from fata.methods.base import Batch
 from fata.methods.fata import channel_axis, channel_mean
+from fata.testing.checks import Case, network
 from precision import DOUBLE
 
 

@@ -22,10 +22,10 @@ from fata.bench import summary
 from fata.bench.cell import Cell, key
 from fata.bench.cost import passes
 from fata.bench.grid import Grid, GridError, read
-from fata.bench.measure import _columns
-from fata.bench.run import missing, run
+from fata.bench.run.local import missing, run
+from fata.bench.run.measure import _columns
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Store, StoreError
-from fata.bench.workshop import Workshop
 from fata.cli import app
 
 FACTS = {"model": "m", "scenario": {"name": "normal"}, "method": "tent"}
@@ -416,7 +416,7 @@ def test_fast_cells_alike_share_an_adapter_and_what_it_recorded(monkeypatch):
 
 def test_operations_are_counted_once_for_what_takes_as_many(monkeypatch):
     workshop, counted, real = Workshop(), [], passes
-    monkeypatch.setattr("fata.bench.workshop.passes", lambda *g: counted.append(1) or real(*g))
+    monkeypatch.setattr("fata.bench.run.runner.passes", lambda *g: counted.append(1) or real(*g))
     times = []
     hosts = ("deyo", "tent", "deyo+fata", "sar+fata")
     for method in (*hosts, "norm", "eata:fisher_alpha=0", "source"):
@@ -432,7 +432,7 @@ def test_operations_are_counted_once_for_what_takes_as_many(monkeypatch):
 def test_progress_tells_how_many_were_right_so_far(workshop, monkeypatch):
     """Of half a second ago, so that nobody waits for the device."""
     clock = iter(range(100))
-    monkeypatch.setattr("fata.bench.measure.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("fata.bench.run.measure.time.perf_counter", lambda: next(clock))
     (cell,) = cells_of(methods=("norm",), domains=("fog",), images=64)
     told = []
     result = workshop.run(cell, lambda *now: told.append(now))
@@ -614,7 +614,7 @@ def test_wrong_input_is_told_with_exit_code_2(tmp_path, monkeypatch, arguments, 
 
 
 def test_each_set_of_parameters_has_its_own_fisher(monkeypatch):
-    monkeypatch.setattr("fata.bench.workshop.FISHER_IMAGES", 8)
+    monkeypatch.setattr("fata.bench.run.runner.FISHER_IMAGES", 8)
     workshop = Workshop()
     for fields in ({}, {"params": "truncated"}):
         cell = Cell("mini_resnet_bn", "embedded", "normal", ("fog",), 5, "eata", 0, 4, 4, fields)

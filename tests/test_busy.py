@@ -11,7 +11,7 @@ from benchmarks import busy, race
 from PIL import Image
 
 import fata
-from fata.bench.measure import measure
+from fata.bench.run.measure import measure
 from fata.data import Domain
 
 

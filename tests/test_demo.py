@@ -5,8 +5,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fata.bench import demo
 from fata.bench.paired import pack
+from fata.bench.report import demo
 from fata.bench.store import Record
 from fata.cli import app
 

@@ -12,8 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 import fata
-from fata import tiny
 from fata.methods import SPECS
+from fata.zoo import tiny
 from precision import DOUBLE
 
 LEARNING = [spec for spec in SPECS if spec not in ("source", "norm", "memo")]

@@ -16,14 +16,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten
 
 import fata
-from fata import decompositions, fast, half, program, tiny
 from fata.adapter import default_speed
-from fata.bench.measure import Clock
-from fata.guard import Watched
+from fata.bench.run.measure import Clock
+from fata.engine.fast import bfloat16 as half
+from fata.engine.fast import decompositions
+from fata.engine.fast import engine as fast
+from fata.engine.fast import programs as program
+from fata.guard.policy import Watched
 from fata.methods import SPECS
 from fata.methods.fata import Perturb
 from fata.methods.losses import entropy
 from fata.methods.selection import Selection
+from fata.zoo import tiny
 from precision import DOUBLE, assert_rounded_alike, in_bfloat16, rms
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
@@ -113,7 +117,7 @@ def same(one, other):
             torch.testing.assert_close(tensor, other[0].state_dict()[name], **DOUBLE)
 
 
-@pytest.mark.parametrize("device", DEVICES[1:])  # on the CPU: fata.check
+@pytest.mark.parametrize("device", DEVICES[1:])  # on the CPU: fata.testing.checks
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spec", [s for s in SPECS if s not in ("cotta", "memo")])
 def test_the_same_answers_and_the_same_state(net, spec, device, full_precision):
@@ -979,7 +983,7 @@ def test_padding_costs_a_sixteenth_of_the_batch_at_most(monkeypatch):
 
 def test_what_compiling_takes_is_not_counted(monkeypatch):
     times = iter([0.0, 1.0, 10.0, 14.0, 20.0, 21.0])
-    monkeypatch.setattr("fata.bench.measure.time.perf_counter", lambda: next(times))
+    monkeypatch.setattr("fata.bench.run.measure.time.perf_counter", lambda: next(times))
     clock = Clock(torch.device("cpu"))
     for apart in (0.0, 3.0, 3.0):
         clock.start()

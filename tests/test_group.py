@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fata
-from fata import tiny
 from fata.bench.store import Store
-from fata.check import images, network
 from fata.distributed.ranks import EVERY, GroupError
 from fata.methods import SPECS
 from fata.methods.losses import entropy
+from fata.testing.checks import images, network
+from fata.zoo import tiny
 
 OWN_STEP = ("cotta", "memo")
 WITH_FATA = ("eata+fata", "sar+fata", "deyo+fata")

@@ -10,11 +10,11 @@ import torch
 from benchmarks import mixed
 
 import fata
-from fata import tiny
 from fata.bench.cell import Cell, key
-from fata.bench.workshop import Workshop
-from fata.guard import BRIEF, EARLY, Sign, _of_the_batch, compare
+from fata.bench.run.runner import Workshop
+from fata.guard.policy import BRIEF, EARLY, Sign, _of_the_batch, compare
 from fata.methods import SPECS
+from fata.zoo import tiny
 from precision import DOUBLE
 
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
@@ -143,7 +143,7 @@ def test_after_a_neglect_it_goes_back_to_the_source(monkeypatch):
 
 
 def test_the_latest_events_are_kept(monkeypatch):
-    monkeypatch.setattr("fata.guard.LATEST", 3)
+    monkeypatch.setattr("fata.guard.policy.LATEST", 3)
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(every=2, term=1), lr=0.01)
     sign_is(monkeypatch, adapter)
     for images in batches(12):
@@ -240,7 +240,7 @@ def test_an_even_source_answers_when_a_model_begins_anew(monkeypatch):
 
 def test_what_was_seen_of_the_source_is_known_when_a_model_begins_anew(monkeypatch):
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(term=3 * 8), lr=0.01)
-    monkeypatch.setattr("fata.guard._over_half", lambda *_: torch.tensor(False))
+    monkeypatch.setattr("fata.guard.policy._over_half", lambda *_: torch.tensor(False))
     known = []
     for images in batches(5):
         adapter(images)
@@ -252,7 +252,7 @@ def test_what_was_seen_of_the_source_is_known_when_a_model_begins_anew(monkeypat
 def test_harm_that_is_not_answered_is_looked_for_no_more_often(monkeypatch):
     """Every batch is looked at while the source answers evenly; chance would find it in one."""
     harm = Sign("narrowing", 0.5, 0.1, 0.0, lacking=0.0)
-    monkeypatch.setattr("fata.guard.BRIEF", 8)
+    monkeypatch.setattr("fata.guard.policy.BRIEF", 8)
     events, answered = followed(monkeypatch, [*[EVEN] * 8, *[harm] * 9], trial=100)
     assert events == [(1, "even"), (16, "aside")]
     assert answered == [*range(1, 18)]
@@ -287,8 +287,8 @@ def test_an_even_source_has_its_place_behind_a_file(monkeypatch, tmp_path):
 def test_even_answers_count_where_they_are_to(monkeypatch, network, even, actions):
     """With BatchNorm they mean nothing."""
     for name in ("_over_half", "_of_the_batch"):
-        monkeypatch.setattr(f"fata.guard.{name}", lambda *_: torch.tensor(False))
-    monkeypatch.setattr("fata.guard._lacking", lambda *_: torch.tensor(0.0))
+        monkeypatch.setattr(f"fata.guard.policy.{name}", lambda *_: torch.tensor(False))
+    monkeypatch.setattr("fata.guard.policy._lacking", lambda *_: torch.tensor(0.0))
     guard = fata.Guard(even=even, narrowing=1)
     adapter = fata.adapt(build(network), "tent", guard=guard, lr=1e-9)
     for images in batches(4):
@@ -307,7 +307,7 @@ def test_what_is_unwrapped_is_what_answered(monkeypatch):
 
 
 def test_trust_that_was_lost_takes_longer_to_win_again(monkeypatch):
-    monkeypatch.setattr("fata.guard.LEAST", 2 * 8)
+    monkeypatch.setattr("fata.guard.policy.LEAST", 2 * 8)
     signs = [HARM, *[HELP] * 3, HARM, *[HELP] * 5, HARM, *[HELP] * 9]
     events, _ = followed(monkeypatch, signs, trial=100)
     assert events == [
@@ -444,7 +444,7 @@ def test_a_model_that_agrees_on_less_than_the_witness_is_sure_of_is_estranged(ag
 def test_estrangement_counts_with_batchnorm_alone(monkeypatch, net, signs):
     """A shift leaves other sources surer than they are right."""
     found = torch.tensor([0, *[0, 0.1] * 2, *[0.5, 0.1] * 2, 0, 1])
-    monkeypatch.setattr("fata.guard.compare", lambda *_: ({}, found))
+    monkeypatch.setattr("fata.guard.policy.compare", lambda *_: ({}, found))
     adapter = fata.adapt(build(net), "tent", lr=1e-6)
     for images in batches(3):
         adapter(images)
@@ -453,7 +453,7 @@ def test_estrangement_counts_with_batchnorm_alone(monkeypatch, net, signs):
 
 def test_estrangement_accuses_and_hides_no_gain(monkeypatch):
     found = torch.tensor([0, *[-0.06, 0.01] * 2, *[-0.02, 0.03] * 2, 0, 1])
-    monkeypatch.setattr("fata.guard.compare", lambda *_: ({}, found))
+    monkeypatch.setattr("fata.guard.policy.compare", lambda *_: ({}, found))
     adapter = fata.adapt(build("resnet_bn"), "tent", lr=1e-6)
     for images in batches(3):
         adapter(images)
@@ -601,7 +601,7 @@ def test_what_has_not_proved_its_worth_begins_anew(monkeypatch, tmp_path, value,
     guard = fata.Guard(every=2, term=5 * 8)
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
     sign_is(monkeypatch, adapter, adapted=Sign("narrowing", value, 0.1, 0.0))
-    monkeypatch.setattr("fata.guard.EARLY", ())
+    monkeypatch.setattr("fata.guard.policy.EARLY", ())
     source = tensors(adapter)
     for images in batches(14):
         adapter(images)
@@ -740,8 +740,8 @@ def test_batches_of_one_image_are_too_small_to_normalise_with():
 @pytest.mark.parametrize(("net", "long"), [("vit_ln", "SETTLED"), ("resnet_bn", "SOONER")])
 def test_once_it_went_well_for_long_it_looks_half_as_often(monkeypatch, net, long):
     """Sooner with BatchNorm."""
-    monkeypatch.setattr(f"fata.guard.{long}", 8)
-    monkeypatch.setattr("fata.guard.ALARM", 1.0)  # never
+    monkeypatch.setattr(f"fata.guard.policy.{long}", 8)
+    monkeypatch.setattr("fata.guard.policy.ALARM", 1.0)  # never
     adapter = fata.adapt(build(net), "tent", guard=fata.Guard(every=4), lr=1e-6)
     sign_is(monkeypatch, adapter)
     looked = []
@@ -756,7 +756,7 @@ def test_many_answers_of_one_class_call_for_a_look(monkeypatch):
     """Between two looks, and not at every batch; where no class has many, there are no more."""
     looks = {}
     for alarm in (0.0, 1.0):
-        monkeypatch.setattr("fata.guard.ALARM", alarm)  # always, never
+        monkeypatch.setattr("fata.guard.policy.ALARM", alarm)  # always, never
         adapter = fata.adapt(build("vit_ln"), "tent", guard=fata.Guard(every=50), lr=1e-6)
         for images in batches(20, rows=BRIEF):
             adapter(images)

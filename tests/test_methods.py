@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import fata
-from fata.check import Case, images, network
 from fata.methods.base import Batch
 from fata.methods.pixels import Draw, Pixels
 from fata.methods.views import _OPERATIONS, augmix_view, cotta_view
+from fata.testing.checks import Case, images, network
 from precision import DOUBLE
 
 INF = math.inf

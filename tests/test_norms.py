@@ -11,8 +11,8 @@ from torch import nn
 
 import fata
 import fata.network.norms
-from fata.check import images, network
 from fata.network.norms import BatchStatistics, is_norm
+from fata.testing.checks import images, network
 from precision import DOUBLE
 
 

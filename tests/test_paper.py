@@ -6,7 +6,7 @@ import pytest
 
 from fata.bench.cost import Macs, paper
 from fata.bench.grid import Grid
-from fata.bench.paper import names, table
+from fata.bench.paper.numbers import names, table
 from fata.corruptions import NAMES
 from fata.data import open as open_data
 
@@ -120,8 +120,8 @@ def test_macs_are_those_of_our_formulas():
 
 
 def test_rates_are_our_preset():
+    from fata.engine.rates import rate
     from fata.methods import Tent
-    from fata.presets import rate
 
     rows = table("tableD").rows
     for network, vit in (("resnet50", False), ("vit_base", True)):

@@ -24,13 +24,13 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import fata
-from fata.bench import on_ray
 from fata.bench.grid import Grid
-from fata.bench.larder import Kept, Larder, Stocked, decode
-from fata.bench.on_ray import ClusterError, Share, Worker
-from fata.bench.run import missing, run
+from fata.bench.run import on_ray
+from fata.bench.run.local import missing, run
+from fata.bench.run.on_ray import ClusterError, Share, Worker
+from fata.bench.run.ray_objects import Kept, Larder, Stocked, decode
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Store
-from fata.bench.workshop import Workshop
 from fata.cli import app
 from fata.commands.bench import Show
 
@@ -417,7 +417,7 @@ def test_a_worker_knows_how_far_it_is(tmp_path, cells, workshop, connected, monk
     tasks = missing(cells[:1], Store(tmp_path / "r.db"), workshop, False)
     kit, refs = Larder(tasks, workshop, room=2**20).serve(tasks[0])
     clock = itertools.count()
-    monkeypatch.setattr("fata.bench.measure.time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("fata.bench.run.measure.time.perf_counter", lambda: float(next(clock)))
     worker = Worker(Stocked(), threads=1)
     result, why = worker.run(7, cells[0], kit, *ray.get(refs))
     assert why == ""

@@ -8,10 +8,10 @@ import sqlite3
 import pytest
 from typer.testing import CliRunner
 
-from fata.bench.figures import MEAN, domains, figures
-from fata.bench.page import page
+from fata.bench.report.figures import MEAN, domains, figures
+from fata.bench.report.page import page
+from fata.bench.report.tables import AVERAGE, comparisons, domain_name
 from fata.bench.store import Store
-from fata.bench.tables import AVERAGE, comparisons, domain_name
 from fata.cli import app
 from fata.commands import console
 from fata.commands.tables import show

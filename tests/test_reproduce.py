@@ -11,19 +11,19 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fata
-from fata.bench import reproduce as experiments_of
-from fata.bench.beside import Pair, Sheet
 from fata.bench.cell import Cell, key
 from fata.bench.cost import cost
-from fata.bench.experiments import experiments
 from fata.bench.grid import GridError
-from fata.bench.paper import table
-from fata.bench.readings import hyperparameters, sheet
-from fata.bench.reproduce import Given, experiment, plan
-from fata.bench.run import Estimate
+from fata.bench.paper import plan as experiments_of
+from fata.bench.paper.experiments import experiments
+from fata.bench.paper.numbers import table
+from fata.bench.paper.plan import Given, experiment, plan
+from fata.bench.paper.results import hyperparameters, sheet
+from fata.bench.paper.sheets import Pair, Sheet
+from fata.bench.report.tables import SHORT
+from fata.bench.run.local import Estimate
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Record, Store
-from fata.bench.tables import SHORT
-from fata.bench.workshop import Workshop
 from fata.cli import app
 from fata.commands import console
 from fata.commands.sheets import show
@@ -364,7 +364,7 @@ def test_hyperparameters_are_our_defaults():
 
 @pytest.mark.parametrize("name", RUN)
 def test_every_name_works_on_a_fresh_machine(monkeypatch, name):
-    monkeypatch.setattr("fata.bench.run.estimate", lambda *_: Estimate(60.0, 2**30))
+    monkeypatch.setattr("fata.bench.run.local.estimate", lambda *_: Estimate(60.0, 2**30))
     result = reproduce(name, *EMBEDDED, "--subset", 8, "--dry-run")
     assert result.exit_code == 0, result.output
     assert result.output.count("#0") == len(plan(experiment(name), Given("embedded")).slots)
@@ -400,7 +400,7 @@ def test_a_corruption_that_is_not_there_is_named(tmp_path, untrained):
 
 
 def test_eata_without_clean_images_says_what_would_give_some(tmp_path, monkeypatch, untrained):
-    monkeypatch.setattr("fata.bench.run.estimate", lambda *_: Estimate(60.0, 2**30))
+    monkeypatch.setattr("fata.bench.run.local.estimate", lambda *_: Estimate(60.0, 2**30))
     imagenet_c(tmp_path / "C")
     result = reproduce("table1b", "--imagenet-c", "C", "--dry-run")
     assert "runs without it: give --imagenet DIR too" in result.output

@@ -9,11 +9,11 @@ import torch
 from PIL import Image
 
 import fata
-from fata.bench import shelf as shelves
 from fata.bench.cell import Cell
-from fata.bench.run import Task, Todo
-from fata.bench.shelf import Shelf
-from fata.bench.workshop import Workshop, _aside
+from fata.bench.run import pictures as shelves
+from fata.bench.run.local import Task, Todo
+from fata.bench.run.pictures import Shelf
+from fata.bench.run.runner import Workshop, _aside
 from fata.data import DataError, serve
 from fata.data.dataset import Files
 

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fata
-import fata.guard
-import fata.state
-from fata.check import Case, images, network
-from fata.guard import Event
+import fata.engine.checkpoint
+import fata.guard.policy
+from fata.guard.policy import Event
+from fata.testing.checks import Case, images, network
 
 STREAM = Case(None, None, "resnet_gn", 16).stream()
 
@@ -45,10 +45,12 @@ def test_resnet50_with_momentum_and_all_events_fits_600_kib(name, tmp_path):
         Event(
             10**6, "estrangement", -draws.random() / 100, draws.random(), "trusted", 10**6, 0.1**3
         )
-        for _ in range(fata.guard.LATEST)
+        for _ in range(fata.guard.policy.LATEST)
     ]
     adapted.save(tmp_path / "state")
-    assert any(n.startswith("guard.adapted.") for n in fata.state.load(tmp_path / "state"))
+    assert any(
+        n.startswith("guard.adapted.") for n in fata.engine.checkpoint.load(tmp_path / "state")
+    )
     assert (tmp_path / "state").stat().st_size <= 600 * 1024
 
 
@@ -63,7 +65,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import conftest, torch, fata
-from fata.check import Case, network
+from fata.testing.checks import Case, network
 adapter = fata.adapt(network("resnet_gn"), "deyo+fata", plpd_threshold=0.0)
 adapter.load({str(tmp_path / "state")!r})
 answers = [adapter(x) for x in Case(None, None, "resnet_gn", 16).stream()[1:]]
@@ -128,9 +130,9 @@ def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
     flipped[-50] ^= 0x10
     (tmp_path / "flipped").write_bytes(flipped)
     refused(adapter(), tmp_path / "flipped", "its contents are not those that were saved")
-    state = fata.state.load(saved)
+    state = fata.engine.checkpoint.load(saved)
     for broken in (
-        {**state, "meta": {"format": fata.state.FORMAT}},
+        {**state, "meta": {"format": fata.engine.checkpoint.FORMAT}},
         {n: state[n] for n in list(state)[3:]},
     ):
         with pytest.raises(fata.StateError, match="damaged"):
@@ -142,12 +144,12 @@ def test_damaged_and_foreign_files_are_refused(saved, tmp_path):
 
 
 def test_a_state_of_another_format_is_refused(saved, tmp_path):
-    meta = {"meta": json.dumps({**fata.state.load(saved)["meta"], "format": 99})}
+    meta = {"meta": json.dumps({**fata.engine.checkpoint.load(saved)["meta"], "format": 99})}
     save_file(load_file(saved), tmp_path / "future", metadata=meta)
     refused(
         adapter(),
         tmp_path / "future",
-        f"has format 99; this version of fata reads {fata.state.FORMAT}",
+        f"has format 99; this version of fata reads {fata.engine.checkpoint.FORMAT}",
     )
 
 
@@ -181,7 +183,7 @@ def test_a_kill_in_the_midst_of_a_save_leaves_the_old_state(saved):
     whole, own = saved.read_bytes(), adapter()
     child = os.fork()
     if not child:
-        fata.state.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        fata._files.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
         own.save(saved)
     _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGKILL
@@ -306,7 +308,7 @@ def test_a_file_cut_anywhere_is_refused(saved, tmp_path):
     for length in (*range(0, 400, 7), *range(400, len(whole), len(whole) // 50), len(whole) - 1):
         (tmp_path / "cut").write_bytes(whole[:length])
         with pytest.raises(fata.StateError, match="damaged or no safetensors file"):
-            fata.state.load(tmp_path / "cut")
+            fata.engine.checkpoint.load(tmp_path / "cut")
 
 
 @pytest.mark.parametrize("meta", ["", "{", "[]", "7", '"text"', "{}", "[" * 100_000, "9" * 9_000])
@@ -331,13 +333,13 @@ def test_meta_that_is_none_is_refused(meta, saved, tmp_path):
     ids=str,
 )
 def test_meta_is_covered_by_the_digest(change, saved):
-    state = fata.state.load(saved)
+    state = fata.engine.checkpoint.load(saved)
     with pytest.raises(fata.StateError, match="its contents are not those that were saved"):
         adapter().load_state_dict({**state, "meta": {**state["meta"], **change}})
 
 
 def test_what_is_no_tensor_or_no_json_is_refused(saved):
-    state = fata.state.load(saved)
+    state = fata.engine.checkpoint.load(saved)
     name = next(name for name in state if name.startswith("parameter."))
     with pytest.raises(fata.StateError, match="no tensor"):
         adapter().load_state_dict({**state, name: [1.0, 2.0]})

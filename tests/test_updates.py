@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from fata.engine.updates import ascend, sgd
 from fata.methods.losses import entropy, marginal_entropy, soft_cross_entropy, weighted_mean
 from fata.methods.selection import Selection, confidence, distinct, reliable, shuffle_patches
-from fata.updates import ascend, sgd
 
 
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -4,18 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fata import corruptions, data, tiny, zoo
+    from fata import corruptions, data, zoo
     from fata.adapter import Adapter, adapt
     from fata.corruptions import corrupt
     from fata.data.streams import stream
     from fata.distributed.ranks import GroupError
-    from fata.guard import Guard
+    from fata.engine.checkpoint import StateError
+    from fata.guard.policy import Guard
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
     from fata.methods.base import Batch, Memory, Method
     from fata.methods.fata import Fata
     from fata.methods.selection import Selection
     from fata.network.structure import layers
-    from fata.state import StateError
 
 __version__ = "0.1.0"
 
@@ -53,13 +53,13 @@ _FROM = {
     "corruptions": ("corrupt",),
     "data.streams": ("stream",),
     "distributed.ranks": ("GroupError",),
-    "guard": ("Guard",),
+    "guard.policy": ("Guard",),
     "methods": ("Cotta", "Deyo", "Eata", "Memo", "Norm", "Sar", "Source", "Tent"),
     "methods.base": ("Batch", "Memory", "Method"),
     "methods.fata": ("Fata",),
     "methods.selection": ("Selection",),
     "network.structure": ("layers",),
-    "state": ("StateError",),
+    "engine.checkpoint": ("StateError",),
 }
 _PLACES = {name: module for module, names in _FROM.items() for name in names}
 
@@ -67,6 +67,8 @@ _PLACES = {name: module for module, names in _FROM.items() for name in names}
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'fata' has no attribute {name!r}")
+    if name == "tiny":
+        return import_module("fata.zoo.tiny")
     if name not in _PLACES:
         return import_module(f"fata.{name}")
     globals()[name] = value = getattr(import_module(f"fata.{_PLACES[name]}"), name)

@@ -1,21 +1,59 @@
-"""Files that are whole or not there."""
+"""Files that are whole or not there, and tensors in them."""
 
+from __future__ import annotations
+
+import hashlib
+import json
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def write_whole(path: Path, content: str) -> None:
-    """Write under a temporary name and rename: a full disk leaves what was there before."""
-    path = path.resolve()  # a link stays one
+
+def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write under a temporary name and rename it: no reader ever sees half a file.
+
+    A full disk leaves what was there before. A symbolic link stays, and its target is written.
+    """
+    path = Path(os.path.realpath(path))
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(content)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         with suppress(OSError):
             temporary.unlink()
+
+
+def save_tensors(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
+    """Write tensors by name, and `meta` beside them, to one safetensors file."""
+    from safetensors.torch import save
+
+    tensors = {name: tensor.contiguous() for name, tensor in packed.items() if name != "meta"}
+    if not Path(os.path.realpath(path)).parent.is_dir():
+        raise FileNotFoundError(f"cannot save to {str(path)!r}: make the folder first")
+    try:
+        write_whole(path, save(tensors, {"meta": json.dumps(packed["meta"])}))
+    except OSError as error:
+        why = f"cannot save the state, what was there before is whole: {error.strerror}"
+        raise OSError(error.errno, why, str(path)) from error
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Equal for equal tensors of equal names."""
+    import torch
+
+    content = hashlib.sha256()
+    for name in sorted(tensors):
+        values = tensors[name].detach().cpu().contiguous()
+        content.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
+        content.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()[:32]

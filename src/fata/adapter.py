@@ -17,18 +17,19 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import UninitializedParameter
 
-from fata import state as states
+from fata._files import save_tensors
 from fata.distributed.ranks import Alone, Group
-from fata.engine import Engine, NotFiniteError
-from fata.fast import FastEngine
-from fata.fisher import FisherData, fisher
-from fata.guard import Guard, Watch
+from fata.engine import checkpoint as states
+from fata.engine.fast.engine import FastEngine
+from fata.engine.fisher import FisherData, fisher
+from fata.engine.rates import check_rate, is_transformer_like, rate
+from fata.engine.step import Engine, NotFiniteError
+from fata.guard.policy import Guard, Watch
 from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method, OwnStep
 from fata.methods.fata import Fata
 from fata.methods.source import Norm
 from fata.network.parameters import Params, Theta, choose
-from fata.presets import check_rate, is_transformer_like, rate
 
 RECOMMENDED = "eata+fata"
 SPEEDS = {"exact": Engine, "fast": FastEngine}
@@ -196,7 +197,7 @@ class Adapter(nn.Module):
             finite = images.flatten(1).isfinite().all(1)
             whole = bool(finite.all())
             here = len(images) if whole else int(finite.sum())
-            usable, others = engine.group.meet(here, len(images) - here, engine, learning)
+            usable, others = engine.group.meet(here, len(images) - here, engine.state, learning)
             if whole and usable:
                 logits = answer(images).detach()
             else:
@@ -356,7 +357,7 @@ class Adapter(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to one safetensors file; an older file there is replaced whole."""
-        states.save(path, self.state_dict())
+        save_tensors(path, self.state_dict())
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Go on from a saved state; one that does not belong here is refused.

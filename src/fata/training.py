@@ -27,8 +27,8 @@ from fata._text import listed, near
 from fata.data.dataset import Dataset, Domain, Files, data_name
 from fata.data.errors import DataError
 from fata.data.serve import read, refuse, whole_rows
+from fata.engine.rates import is_transformer_like
 from fata.network.outputs import logits_of
-from fata.presets import is_transformer_like
 from fata.zoo import checkpoint, sources
 from fata.zoo.loaded import Loaded, ZooError
 from fata.zoo.preprocess import Preprocess

@@ -20,8 +20,8 @@ from fata.corruptions import BY_NAME
 from fata.data import Dataset, Stream, stream
 from fata.data.dataset import data_name
 from fata.data.scenarios import default_batch
-from fata.fisher import FisherData
-from fata.guard import Guard
+from fata.engine.fisher import FisherData
+from fata.guard.policy import Guard
 from fata.methods import describe, parse
 from fata.zoo import Loaded
 

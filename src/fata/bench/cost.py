@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from fata.adapter import Adapter, adapt
-from fata.engine import DENSE
+from fata.engine.step import DENSE
 from fata.methods import Cotta, Deyo, Memo, Tent, parse
 from fata.network.norms import batch_norms, norm_layers
 from fata.network.outputs import logits_of

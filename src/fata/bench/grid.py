@@ -17,8 +17,8 @@ from fata.adapter import SPEEDS
 from fata.bench.cell import RESETTING, Cell
 from fata.data import Dataset
 from fata.data.scenarios import SCENARIOS
+from fata.engine.rates import check_rate
 from fata.methods import SPECS, parse
-from fata.presets import check_rate
 
 
 class GridError(ValueError):

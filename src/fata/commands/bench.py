@@ -25,9 +25,9 @@ from fata.commands import Device, Jobs, Workers, chosen_device, console, look_he
 if TYPE_CHECKING:
     from fata.bench.cell import Cell
     from fata.bench.grid import Grid
-    from fata.bench.run import Task
+    from fata.bench.run.local import Task
+    from fata.bench.run.runner import Workshop
     from fata.bench.store import Store
-    from fata.bench.workshop import Workshop
 
 
 def bench(
@@ -126,13 +126,13 @@ def bench(
     Each cell is kept in the store as soon as it is done. The same command again runs what is
     missing: after Ctrl-C, a crash, or with more methods or seeds.
     """
-    from fata.bench import ranks
     from fata.bench.cell import key
     from fata.bench.grid import GridError
-    from fata.bench.run import missing
+    from fata.bench.report.tables import comparisons
+    from fata.bench.run import torchrun as ranks
+    from fata.bench.run.local import missing
+    from fata.bench.run.runner import Workshop
     from fata.bench.store import Store, StoreError
-    from fata.bench.tables import comparisons
-    from fata.bench.workshop import Workshop
     from fata.commands.tables import show
     from fata.data import DataError
     from fata.data import open as open_data
@@ -209,7 +209,7 @@ def _grows_frost(task: Task) -> bool:
 
 def preview(tasks: Sequence[Task], store: Store, workshop: Workshop, jobs: int) -> None:
     """The cells to run, and about how long they will take."""
-    from fata.bench.run import estimate
+    from fata.bench.run.local import estimate
 
     for task in tasks:
         say(f"  {task.cell}")
@@ -246,7 +246,7 @@ Runner = Callable[["Sequence[Task]", "Store", "Workshop", "Show"], None]
 
 def here(jobs: int) -> Runner:
     """What runs cells in processes of this machine."""
-    from fata.bench.run import run
+    from fata.bench.run.local import run
 
     return partial(run, jobs=jobs)
 
@@ -276,7 +276,7 @@ def _place(
         yield Place(chosen_device(device), here(jobs))
         return
     try:
-        from fata.bench import on_ray
+        from fata.bench.run import on_ray
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -29,10 +29,10 @@ def check(
     """
     import torch
 
-    from fata import check as battery
-    from fata import tiny
     from fata.methods.base import OwnStep
     from fata.methods.fata import Fata
+    from fata.testing import checks as battery
+    from fata.zoo import tiny
 
     mine, nets = _load(method), net or list(tiny.NAMES)
     if unknown := [name for name in nets if name not in tiny.NAMES]:

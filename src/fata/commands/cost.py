@@ -44,7 +44,7 @@ def cost(
     import torch
 
     from fata.bench.cost import cost as cost_of
-    from fata.engine import DENSE
+    from fata.engine.step import DENSE
     from fata.methods import parse
     from fata.network.norms import batch_norms
     from fata.zoo import ZooError

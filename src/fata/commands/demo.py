@@ -17,9 +17,9 @@ from fata.commands.bench import carry_out, here
 
 if TYPE_CHECKING:
     from fata.bench.cell import Cell
-    from fata.bench.demo import Story
+    from fata.bench.report.demo import Story
+    from fata.bench.run.runner import Workshop
     from fata.bench.store import Record
-    from fata.bench.workshop import Workshop
 
 MOST = 4  # processes: more would spend longer on starting than they save
 
@@ -38,13 +38,13 @@ def demo(
     Takes about two minutes on two cores. Results are kept: the same command again shows them at
     once, or goes on where it was stopped.
     """
-    from fata.bench import demo as show
     from fata.bench.cell import key
-    from fata.bench.page import page
-    from fata.bench.run import missing
+    from fata.bench.report import demo as show
+    from fata.bench.report.page import page
+    from fata.bench.report.tables import comparisons
+    from fata.bench.run.local import missing
+    from fata.bench.run.runner import Workshop
     from fata.bench.store import Store, StoreError
-    from fata.bench.tables import comparisons
-    from fata.bench.workshop import Workshop
 
     device = chosen_device(None)
     workshop = Workshop(device)
@@ -75,8 +75,8 @@ def _on_page(
     story: Story, cells: Sequence[Cell], records: Sequence[Record], workshop: Workshop
 ) -> dict[str, object]:
     """What the page's first part shows."""
-    from fata.bench import demo as show
-    from fata.bench.page import drawing
+    from fata.bench.report import demo as show
+    from fata.bench.report.page import drawing
 
     adapted = [
         (cell, workshop.data(cell.data, cell.model))
@@ -96,7 +96,7 @@ def _on_page(
 
 
 def _print(story: Story) -> None:
-    from fata.bench.demo import COMPARED, NETWORKS, spoken
+    from fata.bench.report.demo import COMPARED, NETWORKS, spoken
 
     effect = Table(
         "network", "corruption", title="1. Adapting works: accuracy in %, more is better"

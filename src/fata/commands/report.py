@@ -30,9 +30,9 @@ def report(
     ] = None,
 ) -> None:
     """Tables like the paper's, curves and histograms: one page that needs no network."""
-    from fata.bench.formats import COMMA_HEAD, FORMATS
+    from fata.bench.report.formats import COMMA_HEAD, FORMATS
+    from fata.bench.report.tables import comparisons
     from fata.bench.store import Store, StoreError
-    from fata.bench.tables import comparisons
 
     suffix = output.suffix.removeprefix(".") if output else ""
     kind = kind or {"tex": "latex", "markdown": "md", "htm": "html", "": "html"}.get(suffix, suffix)
@@ -51,7 +51,7 @@ def report(
         raise typer.BadParameter(f"{stores[0]} has no results yet: fata bench makes some.")
     tables = comparisons(records.values())
     if kind == "html":
-        from fata.bench.page import page
+        from fata.bench.report.page import page
 
         content, output = page(tables), output or Path("report.html")
     else:

@@ -13,7 +13,7 @@ from fata.commands import Device, Jobs, chosen_device, say
 from fata.commands.bench import announce, carry_out, here, preview
 
 if TYPE_CHECKING:
-    from fata.bench.beside import Sheet
+    from fata.bench.paper.sheets import Sheet
     from fata.bench.store import Record
 
 NAMES = (
@@ -68,20 +68,20 @@ def reproduce(
     Cells are kept in the store, as those of fata bench are: the same command again runs what is
     missing.
     """
-    from fata.bench.experiments import experiments
+    from fata.bench.paper.experiments import experiments
 
     if name is None:
         for known in experiments().values():
             say(f"{known.name}: {known.numbers.caption}")
         return
 
-    from fata.bench.beside import FORMATS
     from fata.bench.grid import GridError
-    from fata.bench.readings import gather, hyperparameters, sheet
-    from fata.bench.reproduce import Given, experiment, plan
-    from fata.bench.run import missing
+    from fata.bench.paper.plan import Given, experiment, plan
+    from fata.bench.paper.results import gather, hyperparameters, sheet
+    from fata.bench.paper.sheets import FORMATS
+    from fata.bench.run.local import missing
+    from fata.bench.run.runner import Workshop
     from fata.bench.store import Store, StoreError
-    from fata.bench.workshop import Workshop
     from fata.data import DataError
     from fata.zoo import ZooError
 
@@ -132,8 +132,8 @@ def _kind(output: Path | None, accepted: Iterable[str]) -> str:
 def _show_and_write(
     name: str, made: Sheet, records: Sequence[Record], output: Path | None, kind: str
 ) -> None:
-    from fata.bench.beside import FORMATS
-    from fata.bench.tables import comparisons
+    from fata.bench.paper.sheets import FORMATS
+    from fata.bench.report.tables import comparisons
     from fata.commands.sheets import show
 
     show(made)
@@ -142,7 +142,7 @@ def _show_and_write(
     if output is None:
         return
     if kind == "html":
-        from fata.bench.page import page
+        from fata.bench.report.page import page
 
         content = page(comparisons(records), f"fata reproduce {name}")
     else:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.table import Table
 
-from fata.bench.beside import LINES, Sheet, head
+from fata.bench.paper.sheets import LINES, Sheet, head
 from fata.commands import console, say
 
 

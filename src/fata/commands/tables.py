@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from fata._text import printable
-from fata.bench.formats import text
-from fata.bench.tables import AVERAGE, SHORT, Comparison, Line
+from fata.bench.report.formats import text
+from fata.bench.report.tables import AVERAGE, SHORT, Comparison, Line
 from fata.commands import console, say
 
 _GAIN = "gain"

@@ -13,7 +13,7 @@ from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, repeat
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from fata.data.dataset import Dataset, Domain, Files, Pictures
 from fata.data.errors import Damaged, DataError
 from fata.data.slots import Slots
 
-if TYPE_CHECKING:
-    from fata.data.streams import Stream
-
 Row = tuple[int, int]  # which source, and which of its pictures
 Broken = dict[int, str]  # what is wrong with a row's picture
 Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole pictures, others
@@ -34,6 +31,34 @@ Sent = tuple[Tensor, int | None, int, Broken]  # by a worker: pictures, or their
 AHEAD = 2  # batches that each worker may be ahead of the model
 MOST = 16  # pictures or so that are decoded at a time, where nobody says how many,
 PROCESSES = 8  # in so many workers: a copy of a large process takes some 50 ms to begin
+
+
+class Order(Protocol):
+    """Which image of which domain comes when: what a stream is to who serves it."""
+
+    @property
+    def dataset(self) -> Dataset:
+        """Where the images are from."""
+
+    @property
+    def domains(self) -> tuple[Domain, ...]:
+        """The domains met."""
+
+    @property
+    def domain(self) -> Tensor:
+        """Which of `domains` each image is of."""
+
+    @property
+    def index(self) -> Tensor:
+        """Which image of it."""
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each image."""
+
+    @property
+    def spans(self) -> list[tuple[int, int, bool]]:
+        """Where each batch begins and ends, and whether the model is reset before it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +79,7 @@ class Samples:
 
 
 def batches(
-    stream: Stream, decoded: Decoded, device: torch.device, skip_damaged: bool
+    stream: Order, decoded: Decoded, device: torch.device, skip_damaged: bool
 ) -> Iterator[Samples]:
     """Every batch of a stream; one without a whole picture is left out."""
     held: Samples | None = None  # until it is known whether only damaged pictures follow
@@ -86,7 +111,7 @@ def batches(
     yield replace(held, damaged=(*held.damaged, *damaged))
 
 
-def live(stream: Stream, device: torch.device, workers: int | None) -> Decoded:
+def live(stream: Order, device: torch.device, workers: int | None) -> Decoded:
     """Pictures in [0, 1] on the device, decoded and corrupted as they come; begins at once."""
     sources = [stream.dataset.of(domain) for domain in stream.domains]
     spans = stream.spans
@@ -95,7 +120,7 @@ def live(stream: Stream, device: torch.device, workers: int | None) -> Decoded:
     return _finished(stream, pictures, device)
 
 
-def _finished(stream: Stream, pictures: Decoded, device: torch.device) -> Decoded:
+def _finished(stream: Order, pictures: Decoded, device: torch.device) -> Decoded:
     with closing(pictures):
         for (first, last, _), (pixels, broken) in zip(stream.spans, pictures, strict=True):
             whole = whole_rows(broken, last - first)
@@ -228,7 +253,7 @@ def _fit(pictures: list[Tensor], slot: Tensor) -> bool:
     return len(pictures) <= len(slot) and all(one.shape == slot.shape[1:] for one in pictures)
 
 
-def _rows(stream: Stream, first: int, last: int) -> list[Row]:
+def _rows(stream: Order, first: int, last: int) -> list[Row]:
     places, indices = (part[first:last].tolist() for part in (stream.domain, stream.index))
     return list(zip(places, indices, strict=True))
 

@@ -16,14 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fata._files import digest, save_tensors
 from fata._text import listed, near
 from fata.data import serve
 from fata.data.dataset import Dataset, Domain
 from fata.data.errors import DataError
 from fata.data.scenarios import SCENARIOS, Deck, default_batch
 from fata.data.serve import Samples
-from fata.state import digest
-from fata.state import save as save_tensors
 
 FORMAT = "stream 1"
 

@@ -13,15 +13,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-if TYPE_CHECKING:
-    from fata.engine import Engine, State
 
 EVERY = 16  # batches between two looks at whether all ranks hold the same bits
 _BEAT = 0.25  # seconds between two signs of life
@@ -31,6 +28,17 @@ _ROWS = ("seen", "rows_forward", "rows_tail", "rows_backward", "rows_witness")  
 
 class GroupError(RuntimeError):
     """A rank is gone, or is not where the others are; nothing of this batch was learned."""
+
+
+class Shared(Protocol):
+    """What all ranks must hold alike."""
+
+    theta: Tensor
+    velocity: Tensor
+    batches: int
+    host: dict[str, Tensor]
+    plus: dict[str, Tensor]
+    guard: dict[str, Tensor]
 
 
 class Alone:
@@ -88,7 +96,7 @@ class Alone:
         """Rows to pass; where there are none here, a stand-in."""
         return nullcontext(index)
 
-    def meet(self, rows: int, others: int, engine: Engine, learning: bool) -> tuple[int, int]:
+    def meet(self, rows: int, others: int, state: Shared, learning: bool) -> tuple[int, int]:
         """Rows of the batch that comes, over all ranks: those to learn from, and others."""
         return rows, others
 
@@ -219,12 +227,11 @@ class Group(Alone):
             here = torch.tensor(int.from_bytes(digest, "little"))
             self._compare(self._gathered(here, self._host), f"was given another {name} than")
 
-    def meet(self, rows: int, others: int, engine: Engine, learning: bool) -> tuple[int, int]:
+    def meet(self, rows: int, others: int, state: Shared, learning: bool) -> tuple[int, int]:
         """Rows of the batch that comes, over all ranks: those to learn from, and others.
 
         Where a rank is at another batch than the first one, or holds other bits: an error on all.
         """
-        state = engine.state
         bits = _bits(state) if learning and not state.batches % EVERY else 0
         self._life.go_on()
         here = torch.tensor([rows, others, state.batches, learning, bits])
@@ -291,7 +298,7 @@ class _Gather(torch.autograd.Function):
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def _bits(state: State) -> int:
+def _bits(state: Shared) -> int:
     """A number that differs, but for an accident, where anything differs that must not."""
     total = torch.zeros((), dtype=torch.int64, device=state.theta.device)
     memories = (state.host, state.plus, state.guard)

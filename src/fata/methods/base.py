@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,9 +15,7 @@ from torch import Tensor
 from fata.distributed.ranks import ALONE, Alone
 from fata.methods.losses import entropy
 from fata.methods.selection import Selection
-
-if TYPE_CHECKING:
-    from fata.engine import Engine
+from fata.network.parameters import Theta
 
 Memory = dict[str, Tensor]
 
@@ -125,6 +124,50 @@ class Method:
     def fixed_rate(self, vit: bool) -> float | None:
         """The method's own learning rate, or None for that of the preset."""
         return None
+
+
+class Learned(Protocol):
+    """What a step changes: the weights, their momentum, the method's memory, the counts."""
+
+    theta: Tensor
+    velocity: Tensor
+    host: Memory
+
+    def count(self, **more: int | Tensor) -> None:
+        """Add to the counters."""
+
+
+class Engine(Protocol):
+    """What a method with a step of its own may use: the model at given weights, and an update."""
+
+    vit: bool  # whether the network is like a transformer
+    theta: Theta
+    source: Tensor
+    group: Alone
+    rate: Callable[[int], float]  # for a batch of so many rows
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+
+    @property
+    def state(self) -> Learned:
+        """All that changes while a model adapts."""
+
+    def predict(self, images: Tensor, running: bool = False) -> Tensor:
+        """Logits without a gradient; with `running` of BatchNorm's running statistics."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits with a gradient."""
+
+    def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:
+        """Descend."""
+
+    def generator(self, purpose: str, device: str | None = None) -> torch.Generator:
+        """Random draws for one purpose on this batch."""
+
+    def apart(self) -> AbstractContextManager[None]:
+        """What is passed inside has no part in what other ranks pass."""
 
 
 class OwnStep(Method):

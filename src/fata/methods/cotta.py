@@ -15,17 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fata.methods.base import OwnStep, in_range
+from fata.methods.base import Engine, OwnStep, in_range
 from fata.methods.losses import soft_cross_entropy
 from fata.methods.pixels import Draw, Pixels
-
-if TYPE_CHECKING:
-    from fata.engine import Engine
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from fata import state as states
+from fata._files import save_tensors
 from fata._text import listed
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import Preprocess
@@ -49,7 +49,7 @@ def save(
         "recipe": dict(recipe or {}),
     }
     tensors = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
-    states.save(path, {**tensors, "meta": meta})
+    save_tensors(path, {**tensors, "meta": meta})
 
 
 def load(path: str | os.PathLike[str], arch: str | None = None) -> Loaded:

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from fata._files import digest
 from fata.methods import parse
-from fata.state import digest
 from fata.zoo.preprocess import Preprocess
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fata.tiny import ResNet, ViT
+from fata.zoo.tiny import ResNet, ViT
 
 NAMES = ("mini_resnet_bn", "mini_resnet_gn", "mini_vit")
 

@@ -8,21 +8,21 @@ from itertools import pairwise
 from statistics import fmean, mean
 
 from fata.adapter import adapt
-from fata.bench.beside import GAIN, PLAIN, Pair, Sheet
 from fata.bench.cell import key
 from fata.bench.cost import paper
-from fata.bench.experiments import Experiment
-from fata.bench.paper import table
-from fata.bench.reproduce import Plan
+from fata.bench.paper.experiments import Experiment
+from fata.bench.paper.numbers import table
+from fata.bench.paper.plan import Plan
+from fata.bench.paper.sheets import GAIN, PLAIN, Pair, Sheet
+from fata.bench.report.tables import AVERAGE
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Record, Store
-from fata.bench.tables import AVERAGE
-from fata.bench.workshop import Workshop
 from fata.data import open as open_data
 from fata.data import stream
+from fata.engine.rates import rate
 from fata.methods import Tent
 from fata.methods.fata import Fata
 from fata.network.structure import trunk
-from fata.presets import rate
 from fata.zoo import mini
 
 Found = dict[str, dict[str, list[Record]]]  # by row and part; one a seed that did not fail

@@ -29,16 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import register_pytree_node, tree_structure
 
-from fata.engine import Engine, NotFiniteError, Pass, Terms
-from fata.half import Half, halves, heads_of, in_half, pays_on_cpu
-from fata.later import Later
+from fata._device import Deferred
+from fata.engine.fast.bfloat16 import Half, halves, heads_of, in_half, pays_on_cpu
+from fata.engine.fast.programs import Kept, Pools, Program
+from fata.engine.step import Engine, NotFiniteError, Pass, Terms
+from fata.engine.updates import ascend, either, sgd
 from fata.methods.base import BLIND, Batch, Memory, OwnStep
 from fata.methods.fata import Perturb, channel_axis
 from fata.methods.selection import Selection
 from fata.network.norms import norm_layers
 from fata.network.outputs import logits_of
-from fata.program import Kept, Pools, Program
-from fata.updates import ascend, either, sgd
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # programs that are kept, where batches are of many sizes
@@ -193,7 +193,7 @@ class FastEngine(Engine):
 
     def _at_once(self, given: Seen) -> Told:
         """Where rows share statistics, and all learn at once: one program, and no wait for it."""
-        fine = Later(given.images.isfinite().all())
+        fine = Deferred(given.images.isfinite().all())
         moved, told = self._run("whole", self._whole, given, self._moving(), leaves=True)
         self.selected = told.host.rows, told.plus.rows
         if not fine.read():  # known while the program still runs

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fata.bench.formats import in_markdown
-from fata.bench.tables import AVERAGE, SHORT
+from fata.bench.report.formats import in_markdown
+from fata.bench.report.tables import AVERAGE, SHORT
 
 GAIN = "difference"  # the paper's column: of FATA to its host
 LINES = ("paper", "ours", "diff.")  # of a row

@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
+from fata.engine.fast.programs import channels_last
 from fata.network.tap import Answer, answering
-from fata.program import channels_last
 
 WIDE = 100_000  # parameters from which on a network gains from it on a CPU
 

@@ -52,7 +52,7 @@ def table(name: str) -> PaperTable:
     """A table by name.
 
     Example:
-        >>> from fata.bench.paper import table
+        >>> from fata.bench.paper.numbers import table
         >>> table("table1b").rows["eata+fata"]["fog"]
         61.8
     """
@@ -70,6 +70,6 @@ def table(name: str) -> PaperTable:
 @cache
 def _content() -> dict[str, dict[str, Any]]:
     content: dict[str, dict[str, Any]] = json.loads(
-        Path(__file__).with_name("paper.json").read_text(encoding="utf-8")
+        Path(__file__).with_name("numbers.json").read_text(encoding="utf-8")
     )
     return content

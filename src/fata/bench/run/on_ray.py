@@ -22,10 +22,10 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import fata
 from fata.bench.cell import Cell, circumstances
-from fata.bench.larder import Kit, Larder, Stocked
-from fata.bench.run import Group, Task, Todo, Watcher, group_of, told
+from fata.bench.run.local import Group, Task, Todo, Watcher, group_of, told
+from fata.bench.run.ray_objects import Kit, Larder, Stocked
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Store
-from fata.bench.workshop import Workshop
 from fata.corruptions import weather
 from fata.data.dataset import Pictures
 

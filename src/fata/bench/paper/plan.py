@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from fata._text import near
 from fata.bench.cell import Cell
-from fata.bench.experiments import Experiment, experiments
 from fata.bench.grid import Grid, GridError
+from fata.bench.paper.experiments import Experiment, experiments
 from fata.corruptions import NAMES
 from fata.data import open as open_data
 from fata.data.folders import OFFICE_HOME

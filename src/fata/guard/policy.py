@@ -39,21 +39,20 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from fata._device import Deferred
 from fata.distributed.ranks import ALONE, Alone
-from fata.later import Later
-from fata.methods.base import Memory, in_range
+from fata.methods.base import Learned, Memory, in_range
 from fata.methods.losses import entropy
+from fata.network.parameters import Theta
 
-if TYPE_CHECKING:
-    from fata.engine import Engine
-
-log = logging.getLogger(__name__)
+log = logging.getLogger("fata.guard")
 
 DOUBT = 1.5  # deviations of a sign
 BRIEF = 64  # answers that a sign is averaged over to see what happens at once
@@ -204,6 +203,34 @@ class Snapshot:
     theta: Tensor
     host: Memory
     plus: Memory
+
+
+class Adapting(Learned, Protocol):
+    """The state of a model that a guard watches."""
+
+    batches: int
+    plus: Memory
+    guard: Memory
+    watched: Watched
+
+
+class Engine(Protocol):
+    """What a guard uses: the model at the source weights, and its state."""
+
+    theta: Theta
+    source: Tensor
+    group: Alone
+    coupled: bool  # whether the rows of a batch see each other, by BatchNorm
+
+    @property
+    def state(self) -> Adapting:
+        """All that changes while a model adapts."""
+
+    def predict(self, images: Tensor, running: bool = False) -> Tensor:
+        """Logits without a gradient; with `running` of BatchNorm's running statistics."""
+
+    def counted_apart(self) -> AbstractContextManager[Any]:
+        """What is counted inside is not the state's."""
 
 
 class Watch:
@@ -438,7 +465,7 @@ class Alarm:
 
     def __init__(self) -> None:
         self._of: Tensor | None = None
-        self._most: Later | None = None
+        self._most: Deferred | None = None
 
     def __deepcopy__(self, memo: object) -> Alarm:
         """Written anew when it is read: what is on its way would arrive here."""
@@ -446,7 +473,7 @@ class Alarm:
 
     def write(self, latest: Tensor) -> None:
         """These are the shares now."""
-        self._of, self._most = latest, Later(latest.amax())
+        self._of, self._most = latest, Deferred(latest.amax())
 
     def read(self, latest: Tensor | None) -> bool:
         """Whether these shares, of the batch before, call for a look."""

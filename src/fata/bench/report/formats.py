@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from fata._text import printable
-from fata.bench.tables import AVERAGE, GROUPS, SHORT, Comparison, Line, Value
+from fata.bench.report.tables import AVERAGE, GROUPS, SHORT, Comparison, Line, Value
 
 
 def markdown(comparison: Comparison) -> str:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from fata.bench.cell import FISHER_IMAGES, Cell
-from fata.bench.shelf import wanted
-from fata.bench.workshop import Workshop
+from fata.bench.run.pictures import wanted
+from fata.bench.run.runner import Workshop
 from fata.data import CLEAN, Dataset, Domain, stream
 from fata.data.dataset import Files, Pictures
 from fata.data.errors import Damaged
@@ -22,7 +22,7 @@ from fata.data.serve import Broken, read, whole_rows
 from fata.zoo import Loaded
 
 if TYPE_CHECKING:
-    from fata.bench.run import Task
+    from fata.bench.run.local import Task
 
 _BATCH = 250
 Unit = tuple[Dataset, Domain]  # pictures that are decoded together

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fata._device import Deferred
 from fata.adapter import Adapter
 from fata.bench.cost import Macs, effective
 from fata.bench.summary import Rows, summary
 from fata.data import Samples, Stream
-from fata.later import Later
 from fata.methods.losses import entropy
 from fata.zoo import Loaded
 
@@ -46,7 +46,9 @@ def measure(
     compiled = adapter.compile_seconds
     clock = Clock(device, compiled)
     right = torch.zeros((), dtype=torch.int64, device=device)
-    known: tuple[int, int, Later] | None = None  # rows seen, those had here, the right ones of them
+    known: tuple[int, int, Deferred] | None = (
+        None  # rows seen, those had here, the right ones of them
+    )
     group, index = adapter.group, [torch.empty(0, dtype=torch.int64)]  # rows that are had here
     seen, ends, told = 0, list[int](), time.perf_counter()
     for batch in batches:
@@ -66,7 +68,7 @@ def measure(
             told = time.perf_counter()
             if known is not None:
                 tick(known[0], known[2].read() / max(1, known[1]))  # a rank may have had none
-            known = seen, sum(map(len, index)), Later(right)
+            known = seen, sum(map(len, index)), Deferred(right)
     columns = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     rows = Rows(*(group.whole(column, torch.cat(index), seen) for column in columns))
     counts = adapter.counts

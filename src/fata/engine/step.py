@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from fata._text import listed
 from fata.distributed.ranks import ALONE, Alone, Group
-from fata.guard import Guard, Watch, Watched
+from fata.engine.updates import ascend, either, sgd
+from fata.guard.policy import Guard, Watch, Watched
 from fata.methods.base import Batch, Memory, Method, OwnStep
 from fata.methods.fata import Fata, Perturb, channel_axis
 from fata.methods.losses import weighted_mean
@@ -41,7 +42,6 @@ from fata.network.norms import BatchStatistics, batch_norms
 from fata.network.outputs import logits_of
 from fata.network.parameters import Theta
 from fata.network.tap import Tap
-from fata.updates import ascend, either, sgd
 
 # From this share of selected rows on, one pass with gradient over all rows costs less than a
 # gradient-free one over all and a second over the selected (`python -m benchmarks.passes`).

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from fata.adapter import check_group
 from fata.bench.cell import Cell
 from fata.bench.grid import GridError
-from fata.bench.run import Task
-from fata.bench.workshop import Workshop
+from fata.bench.run.local import Task
+from fata.bench.run.runner import Workshop
 
 
 def join(device: str) -> tuple[dist.ProcessGroup | None, str]:

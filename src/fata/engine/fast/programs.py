@@ -24,9 +24,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fata.decompositions import TABLE
+from fata.engine.fast.decompositions import TABLE
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("fata.program")
 
 OFTEN = 64  # calls after which a program is compiled
 WAITS = {  # operations that wait for the device

@@ -15,7 +15,7 @@ from torch import Tensor
 from fata._text import listed
 
 if TYPE_CHECKING:
-    from fata.engine import Engine
+    from fata.engine.step import Engine
 
 FisherData = Iterable[Any] | Mapping[str, Tensor]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 
-from fata.bench.paper import PaperTable, table
+from fata.bench.paper.numbers import PaperTable, table
 
 UNMOVED = "sar:lr=1e-30"  # selects the rows with H < 0.4 ln C, and no weight ever changes
 SIGMAS, THRESHOLDS = (0.1, 0.3, 3.0, 10.0), (0.3, 0.4, 0.6, 0.7)

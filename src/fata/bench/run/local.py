@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fata.bench.cell import Cell, circumstances, key
+from fata.bench.run.runner import Workshop
 from fata.bench.store import Store
-from fata.bench.workshop import Workshop
 
 Group = tuple[str, str, tuple[str, ...]]  # model and pictures that cells have in common
 

@@ -15,9 +15,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from fata.bench.figures import ENTROPIES, Figure, colours, domains, figures
-from fata.bench.formats import text
-from fata.bench.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
+from fata.bench.report.figures import ENTROPIES, Figure, colours, domains, figures
+from fata.bench.report.formats import text
+from fata.bench.report.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _MOST, _FEW = 12, 8  # lines in a figure at first: all of so many, or else so few

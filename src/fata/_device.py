@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Later:
+class Deferred:
     """One number; reading it waits for what was launched before it, not for what follows."""
 
     def __init__(self, number: Tensor) -> None:

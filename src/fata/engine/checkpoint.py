@@ -12,20 +12,17 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
-import torch
 from safetensors import safe_open
-from safetensors.torch import save as serialise
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from fata._files import digest
 from fata._text import listed
-from fata.engine import Engine, State
-from fata.guard import Watched
+from fata.engine.step import Engine, State
+from fata.guard.policy import Watched
 from fata.methods import describe, spec_of
 from fata.methods.base import OwnStep
 
@@ -176,40 +173,6 @@ def _sealed(tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise StateError(f"the state is damaged: its 'meta' is not JSON: {error}") from error
     return hashlib.sha256(f"{digest(tensors)} {text}".encode()).hexdigest()[:32]
-
-
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Equal for equal tensors of equal names."""
-    content = hashlib.sha256()
-    for name in sorted(tensors):
-        values = tensors[name].detach().cpu().contiguous()
-        content.update(f"{name} {values.dtype} {tuple(values.shape)} ".encode())
-        content.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return content.hexdigest()[:32]
-
-
-def save(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
-    """Write a state under a temporary name and rename it: no reader ever sees half a file.
-
-    A symbolic link stays, and what it points to is written.
-    """
-    given, path = path, Path(os.path.realpath(path))
-    tensors = {name: tensor.contiguous() for name, tensor in packed.items() if name != "meta"}
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot save to {str(given)!r}: make the folder first")
-    try:
-        with temporary.open("wb") as file:
-            file.write(serialise(tensors, {"meta": json.dumps(packed["meta"])}))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        why = f"cannot save the state, what was there before is whole: {error.strerror}"
-        raise OSError(error.errno, why, str(given)) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink()
 
 
 def load(path: str | os.PathLike[str]) -> dict[str, Any]:

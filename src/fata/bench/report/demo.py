@@ -19,11 +19,11 @@ from PIL import Image
 from torch import Tensor
 
 from fata.bench.cell import Cell
-from fata.bench.figures import Figure
 from fata.bench.grid import Grid
 from fata.bench.paired import Flags, Gain, gain, unpack
+from fata.bench.report.figures import Figure
+from fata.bench.report.tables import domain_name
 from fata.bench.store import Record
-from fata.bench.tables import domain_name
 from fata.data import Dataset
 from fata.data import open as open_data
 

@@ -9,9 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from fata.bench.report.tables import Comparison, domain_name, hosts_of, labels, settings
 from fata.bench.store import Record
 from fata.bench.summary import BINS
-from fata.bench.tables import Comparison, domain_name, hosts_of, labels, settings
 
 # By the method: a host is pale, and with FATA strong; further variants have hues of their own.
 _PALE = {"tent": "#9ecae1", "eata": "#fdae6b", "sar": "#a1d99b", "deyo": "#fc9272"}

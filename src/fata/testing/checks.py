@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fata import tiny
 from fata.adapter import Adapter
 from fata.methods import Norm, Source, describe
 from fata.methods.base import Batch, Memory, Method, OwnStep
@@ -26,6 +25,7 @@ from fata.methods.fata import Fata
 from fata.methods.losses import entropy
 from fata.methods.selection import Selection, reliable
 from fata.network.norms import BatchStatistics
+from fata.zoo import tiny
 
 ROWS = (16, 1)
 CLASSES = 10

@@ -19,12 +19,12 @@ from fata import zoo
 from fata.adapter import Adapter
 from fata.bench.cell import FISHER_IMAGES, Cell
 from fata.bench.cost import Macs, passes
-from fata.bench.measure import Tick, measure
-from fata.bench.shelf import Shelf, free_memory
+from fata.bench.run.measure import Tick, measure
+from fata.bench.run.pictures import Shelf, free_memory
 from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, stream
 from fata.data.dataset import Files
 from fata.data.serve import Decoded
-from fata.guard import log
+from fata.guard.policy import log
 from fata.zoo import Loaded
 
 _WITH_PROTOCOL = re.compile(r"(?P<name>.+)@(?P<protocol>\w+)")

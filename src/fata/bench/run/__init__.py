@@ -1,0 +1,1 @@
+"""Runs cells: on this machine, on Ray, under torchrun."""

@@ -1,0 +1,1 @@
+"""The same step captured, compiled and in bfloat16."""

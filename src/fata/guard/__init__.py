@@ -1,0 +1,1 @@
+"""Watches a stream for collapse, and falls back to the source model."""

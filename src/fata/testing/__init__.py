@@ -1,0 +1,1 @@
+"""Conformance checks that every method passes."""

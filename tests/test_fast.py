@@ -396,6 +396,7 @@ def test_nothing_selected_moves_nothing(net):
     assert all(torch.equal(v, fresh[k]) for k, v in adapter.model.state_dict().items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "spec"),
     [("resnet_gn", "sar+fata"), ("vit_ln", "eata+fata"), ("resnet_bn", "deyo+fata")],

@@ -44,7 +44,7 @@ def test_is_a_norm_layer(layer):
         nn.BatchNorm2d(4, affine=False),
         nn.LayerNorm(4, elementwise_affine=False),
         nn.Sequential(nn.LayerNorm(4)),
-        timm.layers.LayerScale(4),
+        timm.models.vision_transformer.LayerScale(4),
     ],
     ids=lambda layer: type(layer).__name__,
 )

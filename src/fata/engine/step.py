@@ -38,7 +38,7 @@ from fata.methods.base import Batch, Memory, Method, OwnStep
 from fata.methods.fata import Fata, Perturb, channel_axis
 from fata.methods.losses import weighted_mean
 from fata.methods.selection import Selection
-from fata.network.norms import BatchStatistics, batch_norms
+from fata.network.norms import BatchStatistics, batch_norms, spare_group_norms
 from fata.network.outputs import logits_of
 from fata.network.parameters import Theta
 from fata.network.tap import Tap
@@ -120,6 +120,7 @@ class Engine:
         self.coupled = bool(batch_norms(model)) and method.batch_statistics
         self.source = theta.read()
         self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
+        self._spared = spare_group_norms(model)
         self._overwrites: bool | None = None  # whether the model changes its images; None: unknown
         self.fisher: Tensor | None = None
         self.group: Alone = ALONE
@@ -337,6 +338,8 @@ class Engine:
         """Give the model its own statistics back."""
         if self.statistics is not None:
             self.statistics.remove()
+        for handle in self._spared:
+            handle.remove()
 
     def check(self, images: Tensor) -> None:
         """Refuse what is no batch of images that the model could take."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.torch_version import TorchVersion
 from torch.utils.hooks import RemovableHandle
 
 from fata.distributed.ranks import ALONE, Alone, Group
@@ -34,6 +35,28 @@ def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def batch_norms(model: nn.Module) -> list[_BatchNorm]:
     """Every BatchNorm layer; while there is one, the rows of a batch see each other."""
     return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+
+
+def spare_group_norms(model: nn.Module) -> list[RemovableHandle]:
+    """Keep torch before 2.15 from crashing; the handles take that off again.
+
+    On a CPU its backward pass of GroupNorm does, where the input is channels-last and needs no
+    gradient, as that of the first layer that adapts.
+    """
+    if TorchVersion(torch.__version__) >= TorchVersion("2.15"):
+        return []
+    layers = (module for module in model.modules() if isinstance(module, nn.GroupNorm))
+    return [layer.register_forward_pre_hook(_in_need) for layer in layers]
+
+
+def _in_need(layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    """The same input, but as if it hung on the weight."""
+    if not args or args[0].device.type != "cpu" or args[0].is_contiguous():
+        return None
+    x, weight = args[0], layer.weight
+    if x.requires_grad or not isinstance(weight, Tensor) or not weight.requires_grad:
+        return None
+    return (x + 0 * weight.sum().to(x.dtype), *args[1:])
 
 
 class BatchStatistics:

@@ -81,7 +81,7 @@ def _on_page(
     adapted = [
         (cell, workshop.data(cell.data, cell.model))
         for cell in cells
-        if cell.method == "eata" and cell.domains[0] in show.HARDEST[cell.model]
+        if cell.method == "eata" and cell.guard
     ]
     labels = workshop.model(cells[0].model).labels
     return {

@@ -10,7 +10,7 @@ from torch import nn
 
 import fata
 from fata.check import Case, images, network
-from precision import DOUBLE, SINGLE
+from precision import DOUBLE
 
 
 def adapter(net="resnet_gn", spec="tent+fata", **fields):
@@ -51,11 +51,11 @@ def test_models_of_other_precision(net, dtype):
 
 @pytest.mark.parametrize("spec", ["deyo+fata", "sar+fata", "cotta"])
 def test_channels_last(spec):
-    plain, last = adapter(spec=spec), adapter(spec=spec)
+    plain, last = adapter(spec=spec).double(), adapter(spec=spec).double()
     last.model.to(memory_format=torch.channels_last)
-    for x in Case(None, None, "resnet_gn", 16).stream():
+    for x in Case(None, None, "resnet_gn", 16, torch.float64).stream():
         found = last(x.contiguous(memory_format=torch.channels_last))
-        torch.testing.assert_close(found, plain(x), **SINGLE)
+        torch.testing.assert_close(found, plain(x), **DOUBLE)
 
 
 def test_images_with_strides_of_their_own():

@@ -569,7 +569,9 @@ def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Me
     known = before.get(f"{window}.rows", torch.zeros((), device=device)) + count
     weight = (count / known).clamp(min(1.0, 2 / (1 + rows / count)), 1)
     means = {
-        f"{window}.{name}": torch.lerp(before.get(f"{window}.{name}", new), new, weight)
+        f"{window}.{name}": torch.lerp(
+            before.get(f"{window}.{name}", new), new, weight.to(new.dtype)
+        )
         for name, new in now.items()
     }
     return {**means, f"{window}.rows": known}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -123,8 +122,6 @@ def _typed(path: Path, name: str, kind: str, value: Any) -> Any:
 
 def _parsed(path: Path) -> Any:
     if path.suffix == ".toml":
-        if sys.version_info < (3, 11):
-            raise GridError("TOML needs Python 3.11; write the same keys in YAML.")
         import tomllib
 
         return tomllib.loads(path.read_text())

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -172,10 +171,9 @@ def test_a_wrong_grid_says_what_is_wrong(fields, why):
     ("name", "text"),
     [
         ("grid.yaml", "models: [mini_vit]\nmethods: [tent, 'eata:lr=0.1']\nseverities: [1, 5]\n"),
-        pytest.param(
+        (
             "grid.toml",
             'models = ["mini_vit"]\nmethods = ["tent", "eata:lr=0.1"]\nseverities = [1, 5]',
-            marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no tomllib"),
         ),
     ],
 )
@@ -183,13 +181,6 @@ def test_a_grid_comes_from_a_file(tmp_path, name, text):
     (tmp_path / name).write_text(text)
     expected = Grid(("mini_vit",), methods=("tent", "eata:lr=0.1"), severities=(1, 5))
     assert Grid(**read(tmp_path / name)) == expected
-
-
-def test_an_old_python_has_no_toml(tmp_path, monkeypatch):
-    monkeypatch.setattr("fata.bench.grid.sys", SimpleNamespace(version_info=(3, 10)))
-    (tmp_path / "grid.toml").touch()
-    with pytest.raises(GridError, match=r"TOML needs Python 3\.11"):
-        read(tmp_path / "grid.toml")
 
 
 def test_one_alone_is_a_list_of_one(tmp_path):

@@ -696,10 +696,10 @@ def test_tensors_of_all_kinds_are_copied(device):
 @pytest.mark.parametrize("far", [1, 1000])
 def test_group_norm_that_is_compiled_is_torchs_own(device, shape, groups, affine, far):
     torch.manual_seed(0)
-    norm = torch.nn.GroupNorm(groups, 8, affine=affine).to(device, torch.float64)
+    norm = torch.nn.GroupNorm(groups, 8, affine=affine).to(device)
     for parameter in norm.parameters():
         torch.nn.init.normal_(parameter)
-    x, slope = ((torch.randn(shape) + by).to(device, torch.float64) for by in (far, 1))
+    x, slope = ((torch.randn(shape) + by).to(device) for by in (far, 1))
 
     def there_and_back(x, slope, *parameters):
         leaves = [tensor.detach().requires_grad_() for tensor in (x, *parameters)]
@@ -710,8 +710,11 @@ def test_group_norm_that_is_compiled_is_torchs_own(device, shape, groups, affine
     given = (x, slope, *(parameter.detach() for parameter in norm.parameters()))
     traced = make_fx(there_and_back, decompositions.TABLE)(*given)
     assert not any("native_group_norm" in str(node.target) for node in traced.graph.nodes)
-    for ours, own in zip(traced(*given), there_and_back(*given), strict=True):
-        torch.testing.assert_close(ours, own, **DOUBLE)
+    norm.double()
+    exact = there_and_back(*(tensor.double() for tensor in given))
+    limit = (far * 2**-24) ** 0.5  # half of the bits that float32 has for what is left of x - mean
+    for ours, own in zip(traced(*given), exact, strict=True):
+        torch.testing.assert_close(ours, own.float(), rtol=limit, atol=limit)
 
 
 @pytest.mark.parametrize("device", DEVICES)

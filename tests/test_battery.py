@@ -41,7 +41,7 @@ def cases():
                     yield pytest.param(check, spec, net, rows, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("check", "spec", "net", "rows"), cases())
+@pytest.mark.parametrize(("check", "spec", "net", "rows"), list(cases()))
 def test_battery(check, spec, net, rows):
     method, plus = parse(spec, **TABLE[spec])
     check(Case(method, plus, net, rows))

@@ -465,6 +465,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, workshop, monkeypa
     assert [why for _, why in notes.failures] == ["RuntimeError: no memory"] * 2
 
 
+@pytest.mark.slow
 def test_a_killed_run_loses_the_running_cell_at_most(tmp_path):
     command = [
         *(sys.executable, "-m", "fata", "bench", "--model", "mini_resnet_bn"),

@@ -467,6 +467,7 @@ def test_rows_whose_own_program_was_recorded_go_through_no_larger_one():
     assert engine._roomy(4, "look") == [8]
 
 
+@pytest.mark.slow
 def test_a_copy_has_programs_of_its_own(monkeypatch):
     """A recorded or compiled program knows where the weights of its own model are."""
     whole = functools.partial(torch.compile, backend="aot_eager")

@@ -305,6 +305,7 @@ def bench(folder, *before):
     return done, list(Store(folder / "results.db"))
 
 
+@pytest.mark.slow
 def test_bench_under_torchrun_is_bench(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folders = tmp_path / "one", tmp_path / "two"

@@ -22,7 +22,7 @@ def record(cell, right):
 def told(accuracies):
     """The story where each cell's first images are right, as many as its accuracy says."""
     return demo.tell(
-        [record(cell, np.arange(200) < 2 * accuracies(cell)) for cell in demo.cells(None)]
+        [record(cell, np.arange(200) < 2 * accuracies(cell)) for cell in demo.cells(200)]
     )
 
 
@@ -35,7 +35,7 @@ def plain(cell):
 
 
 def test_every_host_is_run_with_and_without_fata():
-    cells = demo.cells(None)
+    cells = demo.cells(200)
     assert len({str(cell) for cell in cells}) == len(cells)
     compared = {c.method for c in cells if c.domains == (demo.COMPARED,) and c.model == demo.BN}
     assert compared >= {f"{host}{plus}" for host in demo.HOSTS for plus in ("", "+fata")}

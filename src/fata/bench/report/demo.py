@@ -44,8 +44,8 @@ PICTURES = 8  # of each corruption
 _GREY, _BLUE, _ORANGE, _RED = "#9aa3b2", "#7fb0dc", "#e6550d", "#b3261e"
 
 
-def cells(images: int | None) -> list[Cell]:
-    """Everything that the demo runs, each once; so many `images` of a corruption, or all."""
+def cells(images: int) -> list[Cell]:
+    """Everything that the demo runs, each once; so many `images` of each corruption."""
     fata = [f"{host}{plus}" for host in HOSTS for plus in ("", "+fata")]
     compared = tuple(m + NO_FISHER if m.startswith("eata") else m for m in fata)
     asked: list[tuple[str, tuple[str, ...], tuple[str, ...], bool]] = [

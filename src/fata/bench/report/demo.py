@@ -132,17 +132,16 @@ class Story:
         )
 
     def _adding(self) -> str:
-        clear = [a for a in self.additions if a.gain.sign]
-        if not clear:
-            low, high = (f(a.gain.mean for a in self.additions) for f in (min, max))
-            return (
-                f"FATA changes its hosts by {low:+.2f} to {high:+.2f} points here, within the "
-                f"noise of {self.additions[0].gain.images:,} images: no gain and no loss is shown."
-            )
-        some = ", ".join(f"{a.host} {a.gain} points" for a in clear)
-        rest = len(self.additions) - len(clear)
-        others = f"; the other {rest} differences are within noise" if rest else ""
-        return f"FATA, with its 95 % interval: {some}{others}."
+        clear = ", ".join(f"{a.host} {a.gain}" for a in self.additions if a.gain.sign)
+        noise = ", ".join(f"{a.host} {a.gain.mean:+.2f}" for a in self.additions if not a.gain.sign)
+        told = [clear] if clear else []
+        told += (
+            [f"within noise ({self.additions[0].gain.images:,} images): {noise}"] if noise else []
+        )
+        return (
+            f"FATA adds to its hosts on {spoken(COMPARED)}, in percentage points with their 95 % "
+            f"interval: {'; '.join(told)}. All 15 corruptions: docs/results.md."
+        )
 
     def _guarding(self) -> str:
         source, alone, watched = self.guarded.accuracy.values()

@@ -13,10 +13,8 @@ import pytest
 import torch
 
 torch.set_num_threads(int(os.environ.get("FATA_TEST_THREADS", "1")))
-if platform.machine() == "aarch64":
-    torch.backends.mkldnn.set_flags(False)
-    torch.backends.nnpack.set_flags(False)  # Winograd convolutions are too coarse for the traces
-if os.environ.get("FATA_TEST_ONEDNN") == "0":
+torch.backends.nnpack.set_flags(False)  # Winograd convolutions are too coarse for the traces
+if platform.machine() == "aarch64" or os.environ.get("FATA_TEST_ONEDNN") == "0":
     torch.backends.mkldnn.set_flags(False)
 if os.environ.get("FATA_TEST_FLUSH") == "1" and not torch.set_flush_denormal(True):
     sys.exit("FATA_TEST_FLUSH=1: this processor cannot flush denormal numbers to zero")

@@ -27,7 +27,7 @@ MOST = 4  # processes: more would spend longer on starting than they save
 def demo(
     images: Annotated[
         int, typer.Option(min=2, max=2000, help="Of each corruption; more take longer.")
-    ] = 2000,
+    ] = 1600,
     folder: Annotated[
         Path, typer.Option("--output", "-o", help="Where results and report go.")
     ] = Path("fata-demo"),

@@ -20,7 +20,6 @@ import torch
 import yaml
 from PIL import Image
 from ray.cluster_utils import Cluster
-from rich.console import Console
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -33,6 +32,7 @@ from fata.bench.run.ray_objects import Kept, Larder, Stocked, decode
 from fata.bench.run.runner import Workshop
 from fata.bench.store import Store
 from fata.cli import app
+from fata.commands import Terminal
 from fata.commands.bench import Show
 
 TIMED = ("seconds", "latency", "images_per_second", "peak_memory")
@@ -314,9 +314,9 @@ def test_wrong_options_say_what_is_wrong(arguments, why):
 def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
     for name in ("ray", "ray.exceptions"):
         monkeypatch.setitem(sys.modules, name, None)
-    for module in ("on_ray", "larder"):
-        monkeypatch.delitem(sys.modules, f"fata.bench.{module}")
-        monkeypatch.delattr(fata.bench, module)
+    for module in ("on_ray", "ray_objects"):
+        monkeypatch.delitem(sys.modules, f"fata.bench.run.{module}")
+        monkeypatch.delattr(fata.bench.run, module)
     code, output = bench("--on", "ray")
     assert code == 2
     assert "pip install fata[ray]" in output
@@ -328,7 +328,7 @@ def test_without_ray_the_error_says_how_to_get_it(monkeypatch):
 def shown(monkeypatch, tasks, terminal):
     """A watcher, and what it writes."""
     written = io.StringIO()
-    screen = Console(file=written, force_terminal=terminal, width=200)
+    screen = Terminal(file=written, force_terminal=terminal, width=200)
     monkeypatch.setattr("fata.commands.bench.console", screen)
     monkeypatch.setattr("fata.commands.console", screen)
     return Show(len(tasks)), written

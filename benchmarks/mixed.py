@@ -20,7 +20,7 @@ import fata
 from benchmarks.speed import markdown
 from fata.corruptions import EXTRA
 from fata.data import DataError
-from fata.guard.policy import compare
+from fata.guard.evidence import compare
 
 MODEL = "mini_resnet_bn"
 

@@ -484,7 +484,7 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have():
     adapted, held, over = adapter(), threading.Event(), threading.Event()
 
     def hold():
-        with adapted._turns:
+        with adapted._lock:
             held.set()
             over.wait()
 
@@ -676,7 +676,7 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
         ("deyo", {"threshold": True}, r"units of ln C"),
         ("fata", {"sigma": math.inf}, r"Fata\(sigma=inf\)"),
         ("fata", {"layer": 3}, r"give the name of a module, or 'auto'"),
-        ("tent", {"params": 3}, r"params=3: give one of 'all'"),
+        ("tent", {"params": 3}, r"params=3: give one of 'norm'"),
         ("tent", {"seed": "a"}, r"seed='a': must be a whole number"),
         ("memo", {"mean": 0.5, "std": 0.2}, r"a number a channel"),
         ("DeYO+FATA", {}, r"Did you mean 'deyo\+fata'"),

@@ -97,7 +97,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_batches():
         expected += torch.autograd.grad(loss, model.bn1.weight)[0].square() / 2
     torch.testing.assert_close(adapter.fisher["bn1.weight"], expected, **DOUBLE)
     again = fata.adapt(in_double("resnet_gn"), "eata", fisher_data=adapter.fisher)
-    assert torch.equal(again._live().fisher, adapter._live().fisher)
+    assert torch.equal(again._live().functions.fisher, adapter._live().functions.fisher)
     assert adapter.counts["rows_forward"] == 0  # the set-up is not the stream
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fata.guard.policy import Watched
+from fata.guard.state import Watched
 from fata.methods.base import Batch, Memory
 from fata.methods.fata import Perturb
 from fata.methods.selection import Selection

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fata
-from fata.testing.checks import Case, images, network
+from fata.testing.cases import Case, images, network
 from precision import DOUBLE, SINGLE
 
 

@@ -18,7 +18,7 @@ import fata
 import fata.engine.checkpoint
 import fata.guard.policy
 from fata.guard.state import Event
-from fata.testing.checks import Case, images, network
+from fata.testing.cases import Case, images, network
 
 STREAM = Case(None, None, "resnet_gn", 16).stream()
 
@@ -65,7 +65,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import conftest, torch, fata
-from fata.testing.checks import Case, network
+from fata.testing.cases import Case, network
 adapter = fata.adapt(network("resnet_gn"), "deyo+fata", plpd_threshold=0.0)
 adapter.load({str(tmp_path / "state")!r})
 answers = [adapter(x) for x in Case(None, None, "resnet_gn", 16).stream()[1:]]

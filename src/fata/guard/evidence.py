@@ -106,18 +106,18 @@ def batch_of_few_classes(brief: Memory, before: Memory) -> Tensor:
     A shift makes these favour one class too, but with less confidence. With a batch of one class
     it is the batch's statistics that take a model's confidence away.
     """
-    share, surer = brief["brief.source"].amax(), brief["brief.surer"]
-    majority = (share > 0.5) & (surer > -LESS)
-    if "many.surer" not in before:
+    share, gap = brief["brief.source"].amax(), brief["brief.confidence_gap"]
+    majority = (share > 0.5) & (gap > -LESS)
+    if "many.confidence_gap" not in before:
         return majority
     twice = _likely(brief, "brief", *TWICE) & _likely(before, "brief", *TWICE)
     longer = _likely(before, "many", *LONGER) & (before["many.rows"] >= LEAST)
     return majority | twice | longer
 
 
-def _likely(averages: Memory, window: str, share: float, surer: float) -> Tensor:
+def _likely(averages: Memory, window: str, share: float, gap: float) -> Tensor:
     top = averages[f"{window}.source"].amax()
-    return (top > share) & (averages[f"{window}.surer"] > surer)
+    return (top > share) & (averages[f"{window}.confidence_gap"] > gap)
 
 
 def compare(
@@ -145,8 +145,8 @@ def compare(
         "source": _shares(theirs, source, group),
         "adapted": _shares(ours, logits, group),
         "differ": group.mean((ours != theirs).float()),
-        "sure": group.mean(_confidence(source)),
-        "surer": group.mean(_confidence(source) - _confidence(logits)),
+        "confidence": group.mean(_confidence(source)),
+        "confidence_gap": group.mean(_confidence(source) - _confidence(logits)),
     }
     count = group.rows(len(logits))
     brief = _mean(before, "brief", now, count, max(BRIEF, count))
@@ -183,8 +183,11 @@ def compare(
     lacking = torch.where(uniform, 1, lacking)
     most_even = math.log(min(logits.shape[1], max(BRIEF, count)))
     mixed = torch.special.entr(brief["brief.source"]).sum() > MIXED * most_even
-    mixed &= (brief["brief.surer"] < MIXED_MORE) & (s[0] <= s[1])
-    a = [after[f"{window}.sure"] - (1 - after[f"{window}.differ"]) for window in ("brief", "many")]
+    mixed &= (brief["brief.confidence_gap"] < MIXED_MORE) & (s[0] <= s[1])
+    a = [
+        after[f"{window}.confidence"] - (1 - after[f"{window}.differ"])
+        for window in ("brief", "many")
+    ]
     apart = (a[0], at_once, a[1], margin("many", rows))
     return after, torch.stack((uniform.to(n), *signs, *apart, mixed.to(n), lacking))
 

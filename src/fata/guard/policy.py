@@ -78,7 +78,7 @@ class Guard:
     term: int = 16_384
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
         for name in ("every", "rows", "ring", "term"):
             in_range(self, name, 1, whole=True)
         for name in ("trial", "patience"):
@@ -182,10 +182,10 @@ class Watch:
             return logits
         watched.last = since
         source = self._source_logits(images)
-        answered = self._check_statistics(images, logits, source) if statistics else None
-        if answered is None:
-            answered = self._check(logits, source, due) if adapted else logits
-        return answered
+        predicted = self._check_statistics(images, logits, source) if statistics else None
+        if predicted is None:
+            predicted = self._check(logits, source, due) if adapted else logits
+        return predicted
 
     def _check_statistics(self, images: Tensor, logits: Tensor, source: Tensor) -> Tensor | None:
         """Check what BatchNorm normalises with; the logits to return if the batch's do harm."""

@@ -897,7 +897,7 @@ def test_at_rest_the_statistics_are_watched(monkeypatch, caplog):
     for batch in images[:4]:
         adapter(batch)
     assert adapter.guard.resting
-    assert "rests at the source weights" in caplog.text
+    assert "nothing is learned until reset()" in caplog.text
     found["statistics"] = HARM
     answered = [adapter(batch) for batch in images[4:]]
     assert adapter.guard.events[-1].action == "running"

@@ -127,16 +127,16 @@ def test_random_ones_change_images_as_the_reference_does(name, side):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_frost_changes_images_as_the_reference_does(monkeypatch, side):
-    """Each picture as often: which one is laid over an image decides most."""
+    """Each image as often: which one is laid over an image decides most."""
     photographs = np.concatenate([pictures(side)] * 4)
     images = tensor(photographs)
     folder, randint = weather._frost_folder(), np.random.randint
-    laid = weather.frost_pictures(folder, side, side, "cpu")
+    laid = weather.frost_textures(folder, side, side, "cpu")
     for severity in range(1, 6):
         ours, theirs = [], []
         for k, picture in enumerate(laid):
             with monkeypatch.context() as patch:
-                patch.setattr(weather, "frost_pictures", lambda *size, p=picture: [p])
+                patch.setattr(weather, "frost_textures", lambda *size, p=picture: [p])
                 patch.setattr(
                     np.random, "randint", lambda *ends, k=k: randint(*ends) if ends[1:] else k
                 )
@@ -226,7 +226,7 @@ def test_the_released_files_jpeg_round_trip(photographs):
 
 @contextmanager
 def without_the_package():
-    """As if the pictures of frost were not installed."""
+    """As if the images of frost were not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weather, "find_spec", lambda name: None)
         patch.setattr(weather, "_frost_folder", weather._frost_folder.__wrapped__)

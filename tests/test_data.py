@@ -22,7 +22,7 @@ from fata import zoo
 from fata.cli import app
 from fata.corruptions import EXTRA, NAMES, weather
 from fata.data import DataError, Domain, cifar
-from fata.data.dataset import Files
+from fata.data.dataset import ImageFiles
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -32,7 +32,7 @@ CLEAN = Domain("clean")
 
 
 def pixels(seed, height=40, width=48):
-    """A picture without structure: any other crop, scale or order shows."""
+    """An image without structure: any other crop, scale or order shows."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
@@ -156,7 +156,7 @@ def test_imagenet_c_is_listed_domain_by_domain(imagenet_c):
         file.unlink()
     data = fata.data.open(f"imagenet-c:{imagenet_c}")
     assert len(data.of(Domain("gaussian_noise", 5)).labels) == 3
-    with pytest.raises(DataError, match=re.escape(f"{place / BANANA} has no picture")):
+    with pytest.raises(DataError, match=re.escape(f"{place / BANANA} has no image")):
         data.of(Domain("gaussian_noise", 3))
 
 
@@ -177,7 +177,7 @@ def test_imagenet(tmp_path, inside):
     images = data.of(Domain("fog", 3))
     assert images.labels.tolist() == [0, 0, 1, 1, 954, 954]
     assert images.read(0).shape == (3, 32, 32)
-    assert data.of(CLEAN) is images  # all corruptions are of the same pictures
+    assert data.of(CLEAN) is images  # all corruptions are of the same images
     assert fata.data.open(f"imagenet:{tmp_path}").of(CLEAN).read(0).shape == (3, 224, 224)
 
 
@@ -509,7 +509,7 @@ def test_wrong_folders(tmp_path):
     refused(tmp_path, "has no folders: expected one a class", spec=f"folder:{tmp_path}")
     classes(tmp_path / "mine", "a", "b")
     (tmp_path / "mine" / "empty").mkdir()
-    refused(tmp_path / "mine" / "empty", "no picture", ".jpg", spec=f"folder:{tmp_path / 'mine'}")
+    refused(tmp_path / "mine" / "empty", "no image", ".jpg", spec=f"folder:{tmp_path / 'mine'}")
     classes(tmp_path / "both", "a")
     classes(tmp_path / "both" / "domain", "a")
     refused(
@@ -564,7 +564,7 @@ def test_the_order_and_the_pixels_are_those_of_torchvision(tmp_path):
 
 def stored(tmp_path, image, **options):
     image.save(tmp_path / "one.png", **options)
-    return Files(tmp_path, ["one.png"], torch.tensor([0]), lambda picture: picture).read(0)
+    return ImageFiles(tmp_path, ["one.png"], torch.tensor([0]), lambda picture: picture).read(0)
 
 
 def test_sixteen_bit_grey_is_scaled(tmp_path):
@@ -588,7 +588,7 @@ def test_the_model_decides_the_view(tmp_path):
     for use in (SMALL, Preprocess(20, 16, "bicubic", IMAGENET_MEAN, IMAGENET_STD, squash=True)):
         data = fata.data.open(f"folder:{tmp_path}", fit=model(1, use))
         with Image.open(file) as image:
-            assert torch.equal(data.of(CLEAN).read(0).float() / 255, use.picture(image))
+            assert torch.equal(data.of(CLEAN).read(0).float() / 255, use.pixels(image))
 
 
 def test_labels_must_fit_the_model(tmp_path):
@@ -601,7 +601,7 @@ def test_labels_must_fit_the_model(tmp_path):
 
 def test_small_pictures_need_a_model_for_them():
     large = Preprocess(256, 224, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
-    refused("pictures of 32 pixels, but net takes 224", spec="embedded", fit=model(10, large))
+    refused("images of 32 pixels, but net takes 224", spec="embedded", fit=model(10, large))
     assert fata.data.open("embedded", fit=zoo.load("mini_resnet_gn")).classes == cifar.CLASSES
 
 

@@ -14,7 +14,7 @@ from fata.bench.report.tables import AVERAGE, comparisons, domain_name
 from fata.bench.store import Store
 from fata.cli import app
 from fata.commands import console
-from fata.commands.tables import show
+from fata.commands.show_comparison import show
 
 DOMAINS = ("gaussian_noise", "fog", "contrast")
 ACCURACY = {

@@ -298,7 +298,7 @@ def test_replay_of_something_else(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Two domains of two classes of three pictures, each of one brightness."""
+    """Two domains of two classes of three images, each of one brightness."""
     for number, place in enumerate(d + c for d in ("a/", "b/") for c in ("cat", "dog")):
         (tmp_path / "data" / place).mkdir(parents=True)
         for image in range(3):
@@ -426,7 +426,7 @@ def test_a_batch_stays_as_it_was_when_others_follow(pictures):
 
 
 def test_pictures_that_fit_in_no_slot_come_all_the_same(tmp_path):
-    """As where domains differ in size, or the first batch has fewer pictures than others."""
+    """As where domains differ in size, or the first batch has fewer images than others."""
     for domain, side in (("small", 8), ("large", 16)):
         for name in ("cat", "dog"):
             folder = tmp_path / domain / name
@@ -497,7 +497,7 @@ def test_workers_below_zero():
         of().serve(workers=-1)
 
 
-# --- damaged pictures ----------------------------------------------------------------------------
+# --- damaged images ----------------------------------------------------------------------------
 
 
 def cut(file):
@@ -531,7 +531,7 @@ def test_a_damaged_picture_is_named(pictures, damage, workers):
     file = pictures / "b" / "cat" / "1.png"
     damage(file)
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), "continual", batch_size=4)
-    message = re.escape(f"damaged picture {file} (") + r".*--skip-damaged"
+    message = re.escape(f"damaged image {file} (") + r".*--skip-damaged"
     with pytest.raises(DataError, match=message):
         list(stream.serve(workers=workers))
     batches = list(stream.serve(workers=workers, skip_damaged=True))
@@ -581,7 +581,7 @@ def test_damaged_pictures_at_the_end_are_counted(pictures):
 def test_nothing_whole_is_an_error(pictures):
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), domains=["a"])
     names = broken(pictures, stream, 0, range(6))
-    with pytest.raises(DataError, match=f"every picture.*{re.escape(names[0])}"):
+    with pytest.raises(DataError, match=f"every image.*{re.escape(names[0])}"):
         list(stream.serve(skip_damaged=True))
 
 

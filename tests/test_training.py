@@ -306,7 +306,7 @@ def test_command_names_the_file_by_model_data_and_domain(call, spec, tmp_path):
     result = call(spec, "--domain", "night", "--model", "mini_resnet_gn")
     assert result.exit_code == 0, result.output
     assert "epoch 1/1: loss" in result.output
-    assert "mini_resnet_gn-shapes-night.safetensors: learned from 54 pictures" in result.output
+    assert "mini_resnet_gn-shapes-night.safetensors: learned from 54 images" in result.output
     trained = zoo.load(tmp_path / "mini_resnet_gn-shapes-night.safetensors")
     assert trained.recipe["domain"] == "night"
     assert trained.recipe["optimizer"] == "sgd"
@@ -350,11 +350,11 @@ def test_batches_that_are_all_damaged(tmp_path):
     out, options = tmp_path / "day.safetensors", {"skip_damaged": True}
     for file in (folder / "day" / "bar").iterdir():
         file.write_bytes(b"")
-    recipe = Recipe(epochs=2, batch_size=2)  # of 21 pictures, 7 damaged
+    recipe = Recipe(epochs=2, batch_size=2)  # of 21 images, 7 damaged
     assert train(f"folder:{folder}", out, recipe, **options).recipe["damaged"] == 8
     for file in folder.rglob("*.png"):
         file.write_bytes(b"")
-    with pytest.raises(data.DataError, match="all pictures to learn from"):
+    with pytest.raises(data.DataError, match="all images to learn from"):
         train(f"folder:{folder}", out, recipe, **options)
 
 
@@ -388,7 +388,7 @@ def test_command_refuses_data_without_folders(call, shapes, tmp_path):
     corrupted.parent.mkdir(parents=True)
     corrupted.symlink_to(shapes / "day" / "disc")
     for spec, message in (
-        ("embedded", "is no folder of pictures"),
+        ("embedded", "is no folder of images"),
         ("folder:no", "no folder"),
         (f"imagenet-c:{tmp_path / 'c'}", "corruptions alone"),
     ):

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 import fata
-from fata.commands import Messages, say
+from fata.commands import LogHandler, say
 from fata.commands.bench import bench
 from fata.commands.check import check
 from fata.commands.corrupt import corrupt
@@ -36,7 +36,7 @@ def run() -> None:
     signal.signal(signal.SIGTERM, _as_ctrl_c)
     log = logging.getLogger("fata")
     log.setLevel(logging.INFO)
-    log.addHandler(Messages())
+    log.addHandler(LogHandler())
     app(prog_name="fata")
 
 

@@ -24,9 +24,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from fata._text import listed, near
-from fata.data.dataset import Dataset, Domain, Files, data_name
+from fata.data.dataset import Dataset, Domain, ImageFiles, data_name
 from fata.data.errors import DataError
-from fata.data.serve import read, refuse, whole_rows
+from fata.data.serve import intact_rows, read, refuse
 from fata.engine.rates import is_transformer_like
 from fata.network.outputs import logits_of
 from fata.zoo import checkpoint, sources
@@ -51,11 +51,11 @@ class Recipe:
         lr: highest learning rate of the network; it rises over the warm-up and falls by a cosine.
         weight_decay: of matrices and filters.
         head: the new classifier learns so many times faster.
-        epochs: passes over the pictures.
-        batch_size: pictures a step, at most; those of an epoch are spread evenly over its steps.
+        epochs: passes over the images.
+        batch_size: images a step, at most; those of an epoch are spread evenly over its steps.
         warmup: share of the steps.
         smoothing: of the labels.
-        crop: smallest share of a picture that a random crop keeps.
+        crop: smallest share of an image that a random crop keeps.
         held_out: share of each class that is not learned from.
         seed: of the split, the new classifier, the order, the crops and any dropout.
     """
@@ -105,9 +105,9 @@ class Epoch(NamedTuple):
     """What a finished epoch came to."""
 
     number: int  # from 1
-    loss: float  # mean over the pictures learned from
-    accuracy: float  # of the held-out pictures, in %
-    damaged: tuple[str, ...]  # pictures left out so far, and why
+    loss: float  # mean over the images learned from
+    accuracy: float  # of the held-out images, in %
+    damaged: tuple[str, ...]  # images left out so far, and why
 
 
 def train_source(
@@ -130,18 +130,18 @@ def train_source(
 
     Args:
         loaded: where to start, of `fata.zoo.load`; it is not changed.
-        dataset: pictures in folders, of `fata.data.open`.
+        dataset: images in folders, of `fata.data.open`.
         domain: to train on; `clean` for data without domains.
         out: a file that ends in `.safetensors`, for `fata.zoo.load`.
         recipe: None: the one that suits the network.
         device: where to train.
-        workers: processes that decode pictures (None: a few); 0 decodes in this one.
-        skip_damaged: leave damaged pictures out, where one would be an error.
+        workers: processes that decode images (None: a few); 0 decodes in this one.
+        skip_damaged: leave damaged images out, where one would be an error.
         on_batch: is told, after each step, the share of all steps that is done, and the loss.
         on_epoch: is told of each epoch, once it is in the file.
 
     Raises:
-        DataError: no such domain, or a picture that cannot be read.
+        DataError: no such domain, or an image that cannot be read.
         ZooError: a network that cannot be given a new classifier.
         TrainingError: the training diverged.
         OSError: the file cannot be written; found out before the training starts.
@@ -190,8 +190,8 @@ def domains(dataset: Dataset) -> list[str]:
     return [domain.name for domain in dataset.domains if domain.severity is None]
 
 
-def pictures_of(dataset: Dataset, domain: str) -> Files:
-    """The pictures to train on."""
+def pictures_of(dataset: Dataset, domain: str) -> ImageFiles:
+    """The images to train on."""
     known = domains(dataset)
     if domain not in known:
         raise DataError(
@@ -199,9 +199,9 @@ def pictures_of(dataset: Dataset, domain: str) -> Files:
             f"{listed(known, 20) or 'corruptions alone'}.{near(domain, known)}"
         )
     pictures = dataset.of(Domain(domain))
-    if not isinstance(pictures, Files):
+    if not isinstance(pictures, ImageFiles):
         raise DataError(
-            f"{dataset.spec} is no folder of pictures: train on office-home:DIR or folder:DIR."
+            f"{dataset.spec} is no folder of images: train on office-home:DIR or folder:DIR."
         )
     if len(dataset.classes) < 2:
         raise DataError(f"{dataset.spec} has one class alone: a classifier needs two.")
@@ -212,7 +212,7 @@ def places(dataset: Dataset, domain: str | None, model: str, out: Path | None) -
     """A file for each domain to train on, once it is sure that all can be read and written.
 
     Args:
-        dataset: pictures in folders.
+        dataset: images in folders.
         domain: a name, `all`, or None for data that has only one.
         model: what the files are called by, as in `resnet50_gn-office-home-Art.safetensors`.
         out: a file, or a folder for files with such names; None: this folder.
@@ -347,7 +347,7 @@ def _learn(
 
 @torch.no_grad()
 def _accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Share of the pictures that the network gets right, in %."""
+    """Share of the images that the network gets right, in %."""
     model.eval()
     right = rows = 0.0
     for images, labels in batches:
@@ -362,22 +362,22 @@ def _accuracy(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> flo
 
 def _mean(total: float, rows: float) -> float:
     if not rows:
-        raise DataError("all pictures to learn from, or all that were held out, are damaged.")
+        raise DataError("all images to learn from, or all that were held out, are damaged.")
     return total / rows
 
 
 class _Plan:
-    """Which pictures come when: in each epoch those to learn from, then the held-out ones.
+    """Which images come when: in each epoch those to learn from, then the held-out ones.
 
-    A batch is the place of its source, and numbers there. The sources are the pictures as they are
+    A batch is the place of its source, and numbers there. The sources are the images as they are
     learned from, and as the network is tested on them.
     """
 
-    def __init__(self, pictures: Files, preprocess: Preprocess, recipe: Recipe) -> None:
+    def __init__(self, pictures: ImageFiles, preprocess: Preprocess, recipe: Recipe) -> None:
         self.labels, self.preprocess = pictures.labels, preprocess
         files = (pictures.folder, pictures.paths, pictures.labels, preprocess.view)
         crop = partial(_random_view, preprocess, recipe.crop)
-        self.sources = [_Varied(*files, crop, recipe.seed), Files(*files)]
+        self.sources = [_Varied(*files, crop, recipe.seed), ImageFiles(*files)]
         generator = torch.Generator().manual_seed(recipe.seed)
         self.learned, self.held = _split(self.labels, recipe.held_out, generator)
         parts = (self.learned, self.held)
@@ -391,8 +391,8 @@ class _Plan:
 
 
 @dataclass(frozen=True, eq=False)
-class _Varied(Files):
-    """Pictures that look new in each epoch: number e N + i is picture i of N in epoch e."""
+class _Varied(ImageFiles):
+    """Images that look new in each epoch: number e N + i is image i of N in epoch e."""
 
     crop: Callable[[Random, Image.Image], Image.Image]
     seed: int
@@ -400,7 +400,7 @@ class _Varied(Files):
     def read(self, index: int) -> Tensor:
         epoch, one = divmod(index, len(self.paths))
         view = partial(self.crop, Random(f"{self.seed}/{epoch}/{one}"))
-        return Files(self.folder, self.paths, self.labels, view).read(one)
+        return ImageFiles(self.folder, self.paths, self.labels, view).read(one)
 
     def name(self, index: int) -> str:
         return super().name(index % len(self.paths))
@@ -409,7 +409,7 @@ class _Varied(Files):
 def _random_view(
     preprocess: Preprocess, least: float, random: Random, image: Image.Image
 ) -> Image.Image:
-    """A random part of a picture in the size that the network takes, mirrored half the time."""
+    """A random part of an image in the size that the network takes, mirrored half the time."""
     share, log_ratio = random.uniform(least, 1), random.uniform(-1, 1) * math.log(RATIO)
     side = math.sqrt(share * image.width * image.height)
     width = min(side * math.exp(log_ratio / 2), image.width)
@@ -426,7 +426,7 @@ def _random_view(
 
 
 def _split(labels: Tensor, share: float, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pictures to learn from and to hold out: the share of each class, but never all of it."""
+    """Images to learn from and to hold out: the share of each class, but never all of it."""
     learned, held = [], []
     for label in sorted(set(labels.tolist())):
         own = torch.nonzero(labels == label)[:, 0]
@@ -435,7 +435,7 @@ def _split(labels: Tensor, share: float, generator: torch.Generator) -> tuple[Te
         held.append(own[:count])
         learned.append(own[count:])
     if not any(map(len, held)):
-        raise DataError("every class has one picture alone: there is none to hold out.")
+        raise DataError("every class has one image alone: there is none to hold out.")
     return torch.cat(learned), torch.cat(held)
 
 
@@ -446,14 +446,14 @@ def _served(
     skip_damaged: bool,
     damaged: dict[str, None],
 ) -> Generator[tuple[Tensor, Tensor], None, None]:
-    """Images as the network takes them, and labels; damaged pictures are noted."""
+    """Images as the network takes them, and labels; damaged images are noted."""
     rows = ([(place, one) for one in index.tolist()] for place, index in plan.batches)
     with closing(read(plan.sources, rows, len(plan.batches), device, workers)) as decoded:
         for (_, index), (pixels, broken) in zip(plan.batches, decoded, strict=True):
             if not skip_damaged:
                 refuse(broken)
             damaged.update(dict.fromkeys(broken.values()))
-            whole = whole_rows(broken, len(index))
+            whole = intact_rows(broken, len(index))
             labels = plan.labels[index[whole] % len(plan.labels)]
             images = pixels.float().div_(255)
             yield plan.preprocess.normalise(images), labels.to(device, non_blocking=True)

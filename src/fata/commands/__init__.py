@@ -35,7 +35,7 @@ def say(text: str) -> None:
     console.print(text, soft_wrap=True)
 
 
-class Messages(logging.Handler):
+class LogHandler(logging.Handler):
     """Shows what the library logs, beside a progress bar too."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -43,7 +43,7 @@ class Messages(logging.Handler):
         say(record.getMessage())
 
 
-def look_here(methods: Iterable[str]) -> None:
+def import_from_here(methods: Iterable[str]) -> None:
     """Let methods of this folder's modules be named; modules that are installed come first."""
     here = str(Path.cwd())
     if any(map(_OWN_CLASS.fullmatch, methods)) and here not in sys.path:
@@ -68,4 +68,4 @@ Device = Annotated[
     str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
 ]
 Jobs = Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process.")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures.")]
+Workers = Annotated[int | None, typer.Option(min=0, help="Processes that decode images.")]

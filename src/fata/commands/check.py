@@ -9,7 +9,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from fata.commands import console, look_here
+from fata.commands import console, import_from_here
 
 if TYPE_CHECKING:
     from fata.methods.base import Method
@@ -67,7 +67,7 @@ def check(
 def _load(target: str) -> Method:
     from fata.methods.outside import outside
 
-    look_here([target])
+    import_from_here([target])
     try:
         return outside(target)()
     except ValueError as error:

@@ -19,7 +19,7 @@ def data(
     download: Annotated[
         bool, typer.Option("--download", help="Fetch CIFAR-10 where it is missing.")
     ] = False,
-    read: Annotated[bool, typer.Option("--check", help="Read every picture.")] = False,
+    read: Annotated[bool, typer.Option("--check", help="Read every image.")] = False,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="With --check: exit with 0 all the same.")
     ] = False,
@@ -29,7 +29,7 @@ def data(
 ) -> None:
     """Say what is in a data set: classes, domains, images, and where corruptions come from.
 
-    --check reads every picture, names the damaged ones and exits with 1 if there are any.
+    --check reads every image, names the damaged ones and exits with 1 if there are any.
     """
     from fata import zoo
     from fata._text import listed
@@ -66,12 +66,12 @@ def data(
         _read_all(survey.read_all(dataset), images, skip_damaged)
 
 
-def _read_all(pictures: Iterator[tuple[int, list[str]]], total: int, skip_damaged: bool) -> None:
-    """Read pictures under a bar; name the damaged ones."""
+def _read_all(batches: Iterator[tuple[int, list[str]]], total: int, skip_damaged: bool) -> None:
+    """Read images under a bar; name the damaged ones."""
     damaged = 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=total)
-        for count, broken in pictures:
+        for count, broken in batches:
             progress.advance(task, count)
             damaged += len(broken)
             for one in broken:

@@ -13,12 +13,12 @@ from rich.text import Text
 
 from fata._files import write_whole
 from fata.commands import chosen_device, console, say
-from fata.commands.bench import carry_out, here
+from fata.commands.cells import in_processes, run_cells
 
 if TYPE_CHECKING:
     from fata.bench.cell import Cell
-    from fata.bench.report.demo import Story
-    from fata.bench.run.runner import Workshop
+    from fata.bench.report.demo_story import Story
+    from fata.bench.run.runner import CellRunner
     from fata.bench.store import Record
 
 MOST = 4  # processes: more would spend longer on starting than they save
@@ -32,57 +32,57 @@ def demo(
         Path, typer.Option("--output", "-o", help="Where results and report go.")
     ] = Path("fata-demo"),
 ) -> None:
-    """Show what adapting, FATA and the guard do: two trained networks meet corrupted images.
+    """Show what adaptation, FATA and the guard do for two trained networks on corrupted images.
 
     Takes about two minutes on two cores. Results are kept: the same command again shows them at
     once, or goes on where it was stopped.
     """
     from fata.bench.cell import key
-    from fata.bench.report import demo as show
+    from fata.bench.report import demo_story as show
     from fata.bench.report.page import page
     from fata.bench.report.tables import comparisons
     from fata.bench.run.local import missing
-    from fata.bench.run.runner import Workshop
+    from fata.bench.run.runner import CellRunner
     from fata.bench.store import Store, StoreError
 
     device = chosen_device(None)
-    workshop = Workshop(device)
+    runner = CellRunner(device)
     cells = show.cells(images)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         store = Store(folder / "results.db")
     except (OSError, StoreError) as error:
         raise typer.BadParameter(f"cannot write to {str(folder)!r}: {error}") from error
-    tasks = missing(cells, store, workshop, again=False)
+    tasks = missing(cells, store, runner, again=False)
     say(f"Two networks trained on CIFAR-10 meet corrupted images: {len(tasks)} streams to run")
     jobs = 1 if device.startswith("cuda") else min(MOST, os.cpu_count() or 1)
-    carry_out(tasks, store, workshop, here(jobs)).close()
-    wanted = {key(workshop.protocol(cell)) for cell in cells}
+    run_cells(tasks, store, runner, in_processes(jobs)).close()
+    wanted = {key(runner.protocol(cell)) for cell in cells}
     records = [record for record in store if record.key in wanted]
     story = show.tell(records)
     _print(story)
     report = folder / "report.html"
-    content = page(comparisons(records), "fata demo", _on_page(story, cells, records, workshop))
+    content = page(comparisons(records), "fata demo", _on_page(story, cells, records, runner))
     try:
         write_whole(report, content)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(report)!r}: {error}") from error
-    say(f"Pictures, curves and all figures: {report}")
+    say(f"Images, curves and all figures: {report}")
 
 
 def _on_page(
-    story: Story, cells: Sequence[Cell], records: Sequence[Record], workshop: Workshop
+    story: Story, cells: Sequence[Cell], records: Sequence[Record], runner: CellRunner
 ) -> dict[str, object]:
     """What the page's first part shows."""
-    from fata.bench.report import demo as show
+    from fata.bench.report import demo_story as show
     from fata.bench.report.page import drawing
 
     adapted = [
-        (cell, workshop.data(cell.data, cell.model))
+        (cell, runner.data(cell.data, cell.model))
         for cell in cells
         if cell.method == "eata" and cell.guard
     ]
-    labels = workshop.model(cells[0].model).labels
+    labels = runner.model(cells[0].model).labels
     return {
         "sentences": story.sentences,
         "additions": story.additions,
@@ -95,7 +95,7 @@ def _on_page(
 
 
 def _print(story: Story) -> None:
-    from fata.bench.report.demo import COMPARED, NETWORKS, spoken
+    from fata.bench.report.demo_story import COMPARED, NETWORKS, spoken
 
     effect = Table(
         "network", "corruption", title="1. Adapting works: accuracy in %, more is better"

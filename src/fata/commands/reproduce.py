@@ -10,10 +10,10 @@ import typer
 
 from fata._files import write_whole
 from fata.commands import Device, Jobs, chosen_device, say
-from fata.commands.bench import announce, carry_out, here, preview
+from fata.commands.cells import announce, in_processes, preview, run_cells
 
 if TYPE_CHECKING:
-    from fata.bench.paper.sheets import Sheet
+    from fata.bench.paper.side_by_side import SideBySide
     from fata.bench.store import Record
 
 NAMES = (
@@ -32,7 +32,7 @@ def reproduce(
     imagenet: Annotated[
         Path | None,
         typer.Option(
-            help="ImageNet's validation pictures: for EATA's penalty; corrupted here if alone."
+            help="ImageNet's validation images: for EATA's penalty; corrupted here if alone."
         ),
     ] = None,
     office_home: Annotated[
@@ -59,7 +59,8 @@ def reproduce(
         typer.Option("--output", "-o", help="A page .html, or the numbers .md or .csv."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the cells, and about how long they will take.")
+        bool,
+        typer.Option("--dry-run", help="Show the cells, and about how long they will take."),
     ] = False,
 ) -> None:
     """Run what is behind a table or figure of the paper; print its numbers, ours, the difference.
@@ -77,10 +78,10 @@ def reproduce(
 
     from fata.bench.grid import GridError
     from fata.bench.paper.plan import Given, experiment, plan
-    from fata.bench.paper.results import gather, hyperparameters, sheet
-    from fata.bench.paper.sheets import FORMATS
+    from fata.bench.paper.results import gather, hyperparameters, side_by_side
+    from fata.bench.paper.side_by_side import FORMATS
     from fata.bench.run.local import missing
-    from fata.bench.run.runner import Workshop
+    from fata.bench.run.runner import CellRunner
     from fata.bench.store import Store, StoreError
     from fata.data import DataError
     from fata.zoo import ZooError
@@ -93,24 +94,24 @@ def reproduce(
             return
         kind = _kind(output, ("html", *FORMATS))
         todo = plan(one, Given(data, imagenet_c, imagenet, office_home, sources), seeds, subset)
-        workshop = Workshop(chosen_device(device), todo.jpeg, todo.fisher)
+        runner = CellRunner(chosen_device(device), todo.jpeg, todo.fisher)
         cells = [slot.cell for slot in todo.slots]
         results = Store(store)
-        tasks = missing(cells, results, workshop, again=False)
+        tasks = missing(cells, results, runner, again=False)
     except (GridError, DataError, ZooError, StoreError) as error:
         raise typer.BadParameter(str(error)) from error
     remedy = ": give --imagenet DIR too" if imagenet_c else ""
-    announce(cells, tasks, results, workshop, remedy)
+    announce(cells, tasks, results, runner, remedy)
     if dry_run:
-        preview(tasks, results, workshop, jobs)
+        preview(tasks, results, runner, jobs)
         return
-    watcher = carry_out(tasks, results, workshop, here(jobs))
-    found = gather(todo, results, workshop)
+    watcher = run_cells(tasks, results, runner, in_processes(jobs))
+    found = gather(todo, results, runner)
     records = [record for parts in found.values() for some in parts.values() for record in some]
     if records:
         if one.figure and output is None:
             output, kind = Path(f"{name}.html"), "html"
-        made = sheet(one, todo, found, workshop)
+        made = side_by_side(one, todo, found, runner)
         _show_and_write(name, made, records, output, kind)
     watcher.close()
 
@@ -130,11 +131,11 @@ def _kind(output: Path | None, accepted: Iterable[str]) -> str:
 
 
 def _show_and_write(
-    name: str, made: Sheet, records: Sequence[Record], output: Path | None, kind: str
+    name: str, made: SideBySide, records: Sequence[Record], output: Path | None, kind: str
 ) -> None:
-    from fata.bench.paper.sheets import FORMATS
+    from fata.bench.paper.side_by_side import FORMATS
     from fata.bench.report.tables import comparisons
-    from fata.commands.sheets import show
+    from fata.commands.show_side_by_side import show
 
     show(made)
     for note in made.notes:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def train_source(
-    data: Annotated[str, typer.Option(help="Pictures in folders: office-home:DIR, or folder:DIR.")],
+    data: Annotated[str, typer.Option(help="Images in folders: office-home:DIR, or folder:DIR.")],
     model: Annotated[str, typer.Option(help="Where to start: a name that fata.zoo.load takes.")],
     domain: Annotated[
         str | None, typer.Option(help="The one to train on; all: one model for each.")
@@ -42,7 +42,7 @@ def train_source(
     device: Device = None,
     workers: Workers = None,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="Leave out pictures that cannot be read.")
+        bool, typer.Option("--skip-damaged", help="Leave out images that cannot be read.")
     ] = False,
 ) -> None:
     """Fine-tune a network on one domain: a source model to adapt to the others.
@@ -97,7 +97,7 @@ def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
         finished = epoch.number
         say(
             f"epoch {finished}/{epochs}: loss {epoch.loss:.3f}, {epoch.accuracy:.1f} % of the "
-            f"held-out pictures, {perf_counter() - started:.0f} s"
+            f"held-out images, {perf_counter() - started:.0f} s"
         )
         if stopped:
             raise KeyboardInterrupt
@@ -105,7 +105,7 @@ def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
     before = signal.signal(signal.SIGINT, stop)  # in the midst of a batch workers would complain
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("reading pictures", total=1.0)
+            task = progress.add_task("reading images", total=1.0)
             recipe = train(on_batch=on_batch, on_epoch=on_epoch).recipe
     except KeyboardInterrupt:
         kept = f"{place} has the last of them" if finished else "nothing was written"
@@ -115,6 +115,6 @@ def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
         signal.signal(signal.SIGINT, before)
     damaged = f", {recipe['damaged']} damaged ones left out" if recipe["damaged"] else ""
     say(
-        f"{place}: learned from {recipe['learned_from']} pictures, {recipe['accuracy']:.1f} % of "
+        f"{place}: learned from {recipe['learned_from']} images, {recipe['accuracy']:.1f} % of "
         f"{recipe['tested_on']} others{damaged}"
     )

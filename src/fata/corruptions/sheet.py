@@ -1,4 +1,4 @@
-"""A picture of all corruptions at all severities, for `fata corrupt`."""
+"""An image of all corruptions at all severities, for `fata corrupt`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fata.corruptions import SEVERITIES, corrupt
 _MARGIN, _LABEL, _GAP = 4, 150, 24
 
 
-def square(picture: Image.Image, side: int) -> Tensor:
-    """The middle of a picture as (1, 3, side, side) in [0, 1]."""
-    pixels = T.to_dtype(T.pil_to_tensor(picture.convert("RGB")), torch.float32, scale=True)
+def square(photo: Image.Image, side: int) -> Tensor:
+    """The middle of an image as (1, 3, side, side) in [0, 1]."""
+    pixels = T.to_dtype(T.pil_to_tensor(photo.convert("RGB")), torch.float32, scale=True)
     pixels = T.resize(pixels, [side], antialias=True)
     middle: Tensor = T.center_crop(pixels, [side, side])
     return middle[None]

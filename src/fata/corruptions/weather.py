@@ -64,23 +64,23 @@ def snow(x: Tensor, constants: tuple[float, ...], draws: Draws) -> Tensor:
 
 
 def frost(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor:
-    """Ice on the lens: a piece of a picture of frost laid over the image."""
+    """Ice on the lens: a piece of an image of frost laid over the image."""
     kept, laid = constants
     height, width = x.shape[-2:]
-    pictures = frost_pictures(_frost_folder(), height, width, str(x.device))
-    which = draws.integer(0, len(pictures)).tolist()
+    textures = frost_textures(_frost_folder(), height, width, str(x.device))
+    which = draws.integer(0, len(textures)).tolist()
     places = draws.uniform(0, 1, 2).tolist()
     pieces = []
     for index, (down, right) in zip(which, places, strict=True):
-        picture = pictures[index]
-        top = int(down * (picture.shape[1] - height))
-        left = int(right * (picture.shape[2] - width))
-        pieces.append(picture[:, top : top + height, left : left + width])
+        texture = textures[index]
+        top = int(down * (texture.shape[1] - height))
+        left = int(right * (texture.shape[2] - width))
+        pieces.append(texture[:, top : top + height, left : left + width])
     return kept * x + laid * torch.stack(pieces)
 
 
 def frost_source() -> str:
-    """Where the pictures of frost come from: the package that carries them, or `procedural`."""
+    """Where the images of frost come from: the package that carries them, or `procedural`."""
     return "procedural" if _frost_folder() is None else "imagecorruptions-imaug"
 
 
@@ -94,8 +94,8 @@ def _frost_folder() -> Path | None:
 
 
 @cache
-def frost_pictures(folder: Path | None, height: int, width: int, device: str) -> list[Tensor]:
-    """Pictures of frost, (3, H, W) in [0, 1], a little larger than the images.
+def frost_textures(folder: Path | None, height: int, width: int, device: str) -> list[Tensor]:
+    """Images of frost, (3, H, W) in [0, 1], a little larger than the images.
 
     Without a folder they are grown. The published sets shrink them to 0.2 for 32 pixels and to 0.3
     for 64, and use five of the six.
@@ -103,32 +103,32 @@ def frost_pictures(folder: Path | None, height: int, width: int, device: str) ->
     side = max(height, width)
     scale = 0.2 if side <= 45 else 0.3 if side <= 120 else 1.0
     if folder is None:
-        pictures = list(_grown_frost(512))
+        textures = list(_grown_frost(512))
     else:
-        pictures = [_read(file) for file in sorted(folder.glob("frost[1-5].*"))]
-    return [_at_least(picture, scale, height + 1, width + 1).to(device) for picture in pictures]
+        textures = [_read(file) for file in sorted(folder.glob("frost[1-5].*"))]
+    return [_at_least(texture, scale, height + 1, width + 1).to(device) for texture in textures]
 
 
 def _read(file: Path) -> Tensor:
-    """A picture as (3, H, W) in [0, 1]."""
-    with Image.open(file) as picture:
-        pixels = torch.from_numpy(np.array(picture.convert("RGB")))
+    """An image as (3, H, W) in [0, 1]."""
+    with Image.open(file) as image:
+        pixels = torch.from_numpy(np.array(image.convert("RGB")))
     return pixels.permute(2, 0, 1).float() / 255
 
 
-def _at_least(picture: Tensor, scale: float, height: int, width: int) -> Tensor:
-    """The picture at a scale, or larger where it would not cover an image."""
-    scale = max(scale, height / picture.shape[1], width / picture.shape[2])
-    size = [math.ceil(scale * side) for side in picture.shape[1:]]
-    return F.interpolate(picture[None], size, mode="bilinear")[0]
+def _at_least(texture: Tensor, scale: float, height: int, width: int) -> Tensor:
+    """The image at a scale, or larger where it would not cover an image."""
+    scale = max(scale, height / texture.shape[1], width / texture.shape[2])
+    size = [math.ceil(scale * side) for side in texture.shape[1:]]
+    return F.interpolate(texture[None], size, mode="bilinear")[0]
 
 
-# The light of each of the five pictures and its deviation.
+# The light of each of the five images and its deviation.
 _LIGHT = (0.51, 0.08), (0.81, 0.09), (0.81, 0.09), (0.60, 0.11), (0.48, 0.17)
 
 
 def _grown_frost(size: int) -> Tensor:
-    """Frost without a picture, (5, 3, size, size): patches of needles, as bright as the pictures.
+    """Frost without an image, (5, 3, size, size): patches of needles, as bright as the images.
 
     A cloud says which way the needles of a patch point, so that they branch like ferns.
     """

@@ -34,7 +34,7 @@ KINDS = {
     "embedded": "2,000 test images of CIFAR-10, in the package",
     "cifar10": "the python version's files, or PNG files of one image a row",
     "cifar10-c": "the released .npy files",
-    "imagenet": "validation pictures, one folder a synset",
+    "imagenet": "validation images, one folder a synset",
     "imagenet-c": "the released layout, corruption/severity/synset",
     "office-home": "Art, Clipart, Product, Real World; 65 classes",
     "folder": "one folder a class, or one folder a domain with one a class in it",
@@ -50,7 +50,7 @@ def open(
 
     Args:
         spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`.
-        fit: the model that will meet it; its preprocessing makes the pictures, and its classes
+        fit: the model that will meet it; its preprocessing makes the images, and its classes
             must be those of the data. None: 224 pixels out of 256.
         jpeg: corruptions made on the fly go through JPEG at quality 85, as the released files did.
         download: fetch CIFAR-10 through torchvision where it is missing.
@@ -74,7 +74,7 @@ def open(
     if (kind == "embedded") == bool(where):
         raise DataError(f"{spec!r}: give {kind if kind == 'embedded' else f'{kind}:DIR'}.")
     if jpeg and kind in ("imagenet-c", "cifar10-c", "office-home"):
-        raise DataError(f"jpeg: the pictures of {kind} are on the disk as they are.")
+        raise DataError(f"jpeg: the images of {kind} are on the disk as they are.")
     if download and kind != "cifar10":
         raise DataError(f"download: {kind} must be put in place by hand; see docs/data.md.")
     folder = Path(where).expanduser() if where else _EMBEDDED
@@ -100,7 +100,7 @@ _OPENERS: dict[str, Callable[[str, Path, Preprocess, bool], Dataset]] = {
 
 
 def _check(dataset: Dataset, kind: str, model: Loaded) -> None:
-    """Refuse a model that cannot tell the data's classes or take its pictures."""
+    """Refuse a model that cannot tell the data's classes or take its images."""
     have, want = len(dataset.classes), model.classes
     numbered = all(name.isdecimal() for name in dataset.classes)  # some may be missing at the end
     if have > want or (have < want and not numbered):
@@ -112,6 +112,6 @@ def _check(dataset: Dataset, kind: str, model: Loaded) -> None:
         raise DataError(f"{model.name} has the classes of {dataset.spec} in another order.")
     if kind in ("embedded", "cifar10", "cifar10-c") and model.preprocess.size != 32:
         raise DataError(
-            f"{dataset.spec} has pictures of 32 pixels, but {model.name} takes "
+            f"{dataset.spec} has images of 32 pixels, but {model.name} takes "
             f"{model.preprocess.size}."
         )

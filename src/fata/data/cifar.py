@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from fata.corruptions import BY_NAME, SEVERITIES
-from fata.data.dataset import MADE, Arrays, Dataset, Domain
+from fata.data.dataset import MADE, Dataset, Domain, ImageArrays
 from fata.data.errors import DataError
 
 CLASSES = (
@@ -42,7 +42,7 @@ def read(folder: Path, split: str = "test") -> tuple[Tensor, Tensor]:
         )
     if missing := [file for file in files if not file.exists()]:
         raise DataError(f"CIFAR-10 is not complete: {missing[0]} is missing.")
-    return _pictures(files, split) if files[0].suffix == ".png" else _pickles(files)
+    return _png_images(files, split) if files[0].suffix == ".png" else _pickles(files)
 
 
 def _find(folder: Path, split: str) -> list[Path]:
@@ -55,7 +55,7 @@ def _find(folder: Path, split: str) -> list[Path]:
     return []
 
 
-def _pictures(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
+def _png_images(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
     lists = [files[0].with_name(f"{split}_{name}.json") for name in ("lables", "labels")]
     listed = next((file for file in lists if file.exists()), None)
     if listed is None:
@@ -69,8 +69,8 @@ def _rows(file: Path) -> Tensor:
     """Images of a PNG file with one 32 x 32 image a row of 1,024 pixels."""
 
     def pixels() -> np.ndarray:
-        with Image.open(file) as picture:
-            return np.array(picture.convert("RGB"))
+        with Image.open(file) as image:
+            return np.array(image.convert("RGB"))
 
     rows = _reading(file, pixels)
     if rows.shape[1] != 1024:
@@ -142,8 +142,8 @@ _STAND_INS = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Kind, "_fromb
 
 def dataset(spec: str, folder: Path, jpeg: bool) -> Dataset:
     """The test images; corruptions are made on the fly."""
-    pictures = Arrays(*read(folder))
-    return Dataset(spec, CLASSES, MADE, lambda _: pictures, made=True, jpeg=jpeg)
+    source = ImageArrays(*read(folder))
+    return Dataset(spec, CLASSES, MADE, lambda _: source, made=True, jpeg=jpeg)
 
 
 def corrupted(spec: str, folder: Path) -> Dataset:
@@ -160,7 +160,7 @@ def corrupted(spec: str, folder: Path) -> Dataset:
         raise DataError(f"{known}: {len(labels)} labels are not as many for five severities.")
     domains = tuple(Domain(name, severity) for name in names for severity in SEVERITIES)
 
-    def pictures(domain: Domain) -> Arrays:
+    def source(domain: Domain) -> ImageArrays:
         file, severity = folder / f"{domain.name}.npy", domain.severity or 0
         every = _reading(file, lambda: np.load(file, mmap_mode="r"))
         if every.shape != (len(labels), 32, 32, 3) or every.dtype != np.uint8:
@@ -171,9 +171,9 @@ def corrupted(spec: str, folder: Path) -> Dataset:
         n = len(labels) // 5
         part = slice((severity - 1) * n, severity * n)
         images = torch.from_numpy(np.array(every[part])).permute(0, 3, 1, 2).contiguous()
-        return Arrays(images, labels[part])
+        return ImageArrays(images, labels[part])
 
-    return Dataset(spec, CLASSES, domains, pictures)
+    return Dataset(spec, CLASSES, domains, source)
 
 
 def download(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a model meets: pictures with labels, in one or more domains."""
+"""What a model meets: images with labels, in one or more domains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLEAN = "clean"
 
 
 class Domain(NamedTuple):
-    """A corruption at a severity, a folder of pictures, or the clean ones."""
+    """A corruption at a severity, a folder of images, or the clean ones."""
 
     name: str
     severity: int | None = None
@@ -33,38 +33,38 @@ class Domain(NamedTuple):
         return self.name if self.severity is None else f"{self.name}-{self.severity}"
 
 
-class Pictures(Protocol):
-    """Pictures of one domain."""
+class ImageSource(Protocol):
+    """Images of one domain."""
 
     @property
     def labels(self) -> Tensor:
         """The class of each."""
 
     def read(self, index: int) -> Tensor:
-        """One picture, (3, H, W), bytes."""
+        """One image, (3, H, W), bytes."""
 
     def name(self, index: int) -> str:
-        """What the picture is called, for errors."""
+        """What the image is called, for errors."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal pictures, wherever they lie."""
+        """Equal for equal images, wherever they lie."""
 
 
 @dataclass(frozen=True, eq=False)
-class Arrays:
-    """Pictures in memory."""
+class ImageArrays:
+    """Images in memory."""
 
     images: Tensor  # (N, 3, H, W), bytes
     labels: Tensor
 
     def read(self, index: int) -> Tensor:
-        """One picture, (3, H, W), bytes."""
+        """One image, (3, H, W), bytes."""
         return self.images[index]
 
     def name(self, index: int) -> str:
         """Its number."""
-        return f"picture {index}"
+        return f"image {index}"
 
     @cached_property
     def digest(self) -> str:
@@ -73,8 +73,8 @@ class Arrays:
 
 
 @dataclass(frozen=True, eq=False)
-class Files:
-    """Pictures on the disk, decoded when they are read."""
+class ImageFiles:
+    """Images on the disk, decoded when they are read."""
 
     folder: Path
     paths: Sequence[str]  # inside the folder
@@ -82,9 +82,9 @@ class Files:
     view: Callable[[Image.Image], Image.Image]  # to the size that the model takes
 
     def read(self, index: int) -> Tensor:
-        """One picture, (3, H, W), bytes."""
-        with Image.open(self.folder / self.paths[index]) as picture:
-            pixels = np.asarray(self.view(_rgb(picture)))
+        """One image, (3, H, W), bytes."""
+        with Image.open(self.folder / self.paths[index]) as image:
+            pixels = np.asarray(self.view(_rgb(image)))
         return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # in order: quick to batch
 
     def name(self, index: int) -> str:
@@ -93,35 +93,35 @@ class Files:
 
     @cached_property
     def digest(self) -> str:
-        """Of names, sizes and labels: reading every picture would take too long."""
+        """Of names, sizes and labels: reading every image would take too long."""
         sizes = (f"{path} {_size(f'{self.folder}/{path}')}" for path in self.paths)
         return _digest(os.fsencode("\n".join(sizes)), self.labels.numpy().data)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Pictures by domain; corruptions are either on the disk or made on the fly."""
+    """Images by domain; corruptions are either on the disk or made on the fly."""
 
     spec: str
     classes: tuple[str, ...]
     domains: tuple[Domain, ...]  # what can be met, in the benchmark's order
-    pictures: Callable[[Domain], Pictures]
+    source: Callable[[Domain], ImageSource]
     made: bool = False  # corruptions are made here
     jpeg: bool = False  # ... and go through JPEG, as the released files did
-    _opened: dict[Domain, Pictures] = field(default_factory=dict, repr=False)
+    _opened: dict[Domain, ImageSource] = field(default_factory=dict, repr=False)
 
-    def of(self, domain: Domain) -> Pictures:
-        """The pictures of a domain, before any corruption that is made."""
+    def of(self, domain: Domain) -> ImageSource:
+        """The images of a domain, before any corruption that is made."""
         if domain not in self.domains:
             raise DataError(self._unknown(domain))
         if domain not in self._opened:
-            self._opened[domain] = self.pictures(domain)
+            self._opened[domain] = self.source(domain)
         return self._opened[domain]
 
-    def hold(self, pictures: Mapping[Domain, Pictures]) -> None:
-        """Have these pictures at hand, and let go of others."""
+    def hold(self, sources: Mapping[Domain, ImageSource]) -> None:
+        """Have these images at hand, and let go of others."""
         self._opened.clear()
-        self._opened.update(pictures)
+        self._opened.update(sources)
 
     def finish(self, pixels: Tensor, domain: Domain, ids: Sequence[int]) -> Tensor:
         """Corrupt pixels in [0, 1] where the corruption is not on the disk already."""
@@ -144,7 +144,7 @@ class Dataset:
         return wanted
 
     def fingerprint(self, domains: Iterable[Domain]) -> str:
-        """Equal where the pictures of these domains are; asks for the size of every file."""
+        """Equal where the images of these domains are; asks for the size of every file."""
         digests = {str(domain): self.of(domain).digest for domain in domains}
         if self.made:
             return self.of(Domain(CLEAN)).digest
@@ -192,10 +192,10 @@ def _size(file: str) -> int:
         return -1
 
 
-def _rgb(picture: Image.Image) -> Image.Image:
+def _rgb(image: Image.Image) -> Image.Image:
     """As torchvision reads folders: EXIF turns nothing. But 16-bit grey is scaled, not clipped."""
-    if picture.mode.startswith("I"):
-        picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
-    if picture.mode == "P":  # Pillow warns of see-through colours, unless it may keep them
-        picture = picture.convert("RGBA")
-    return as_rgb(picture)
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode == "P":  # Pillow warns of see-through colours, unless it may keep them
+        image = image.convert("RGBA")
+    return as_rgb(image)

@@ -1,4 +1,4 @@
-"""Serving a stream: pictures are decoded in worker processes, ahead of the model."""
+"""Serving a stream: images are decoded in worker processes, ahead of the model."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from fata.data.dataset import Dataset, Domain, Files, Pictures
+from fata.data.dataset import Dataset, Domain, ImageFiles, ImageSource
 from fata.data.errors import Damaged, DataError
 from fata.data.slots import Slots
 
-Row = tuple[int, int]  # which source, and which of its pictures
-Broken = dict[int, str]  # what is wrong with a row's picture
-Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole pictures, others
-Sent = tuple[Tensor, int | None, int, Broken]  # by a worker: pictures, or their slot; how many
+Row = tuple[int, int]  # which source, and which of its images
+Broken = dict[int, str]  # what is wrong with a row's image
+Decoded = Generator[tuple[Tensor, Broken], None, None]  # of each batch: whole images, others
+Sent = tuple[Tensor, int | None, int, Broken]  # by a worker: images, or their slot; how many
 AHEAD = 2  # batches that each worker may be ahead of the model
-MOST = 16  # pictures or so that are decoded at a time, where nobody says how many,
+MOST = 16  # images or so that are decoded at a time, where nobody says how many,
 PROCESSES = 8  # in so many workers: a copy of a large process takes some 50 ms to begin
 
 
@@ -81,8 +81,8 @@ class Samples:
 def batches(
     stream: Order, decoded: Decoded, device: torch.device, skip_damaged: bool
 ) -> Iterator[Samples]:
-    """Every batch of a stream; one without a whole picture is left out."""
-    held: Samples | None = None  # until it is known whether only damaged pictures follow
+    """Every batch of a stream; one without a whole image is left out."""
+    held: Samples | None = None  # until it is known whether only damaged images follow
     reset = False
     damaged: list[str] = []
     with closing(decoded):
@@ -95,7 +95,7 @@ def batches(
                 continue
             if held is not None:
                 yield held
-            whole = whole_rows(broken, last - first)
+            whole = intact_rows(broken, last - first)
             place, index = (part[first:last][whole] for part in (stream.domain, stream.index))
             held = Samples(
                 images,
@@ -107,42 +107,41 @@ def batches(
             )
             reset, damaged = False, []
     if held is None:
-        raise DataError(f"every picture of the stream is damaged, the first being {damaged[0]}.")
+        raise DataError(f"every image of the stream is damaged, the first being {damaged[0]}.")
     yield replace(held, damaged=(*held.damaged, *damaged))
 
 
 def live(stream: Order, device: torch.device, workers: int | None) -> Decoded:
-    """Pictures in [0, 1] on the device, decoded and corrupted as they come; begins at once."""
+    """Images in [0, 1] on the device, decoded and corrupted as they come; begins at once."""
     sources = [stream.dataset.of(domain) for domain in stream.domains]
     spans = stream.spans
     rows = (_rows(stream, first, last) for first, last, _ in spans)
-    pictures = read(sources, rows, len(spans), device, workers)
-    return _finished(stream, pictures, device)
+    return _finished(stream, read(sources, rows, len(spans), device, workers))
 
 
-def _finished(stream: Order, pictures: Decoded, device: torch.device) -> Decoded:
-    with closing(pictures):
-        for (first, last, _), (pixels, broken) in zip(stream.spans, pictures, strict=True):
-            whole = whole_rows(broken, last - first)
+def _finished(stream: Order, decoded: Decoded) -> Decoded:
+    with closing(decoded):
+        for (first, last, _), (pixels, broken) in zip(stream.spans, decoded, strict=True):
+            whole = intact_rows(broken, last - first)
             place, index = (part[first:last][whole] for part in (stream.domain, stream.index))
             images = pixels.float().div_(255)
             yield _corrupted(stream.dataset, images, stream.domains, place, index), broken
 
 
 def read(
-    sources: Sequence[Pictures],
+    sources: Sequence[ImageSource],
     batches: Iterable[list[Row]],
     count: int,
     device: torch.device,
     workers: int | None,
 ) -> Decoded:
-    """Bytes of the whole pictures of `count` batches on the device; what is wrong with the others.
+    """Bytes of the whole images of `count` batches on the device; what is wrong with the others.
 
     Worker processes begin at once, before the first batch is asked for. Where nobody says how many,
     they are few and have threads: decoders let others run meanwhile.
     """
     threads = 1
-    if not any(isinstance(source, Files) for source in sources):
+    if not any(isinstance(source, ImageFiles) for source in sources):
         workers = 0
     if workers is None:
         cores = min(MOST, _cores())
@@ -151,7 +150,7 @@ def read(
     first, batches = _peek(batches)
     slots = _slots(sources, first, workers, count)
     loader = DataLoader(
-        _Pictures(sources, slots.pixels if slots else None, threads),
+        _Batches(sources, slots.pixels if slots else None, threads),
         sampler=zip(slots.free() if slots else repeat(None), batches, strict=False),
         batch_size=None,
         num_workers=workers,
@@ -171,12 +170,14 @@ def _peek(batches: Iterable[list[Row]]) -> tuple[list[Row], Iterator[list[Row]]]
     return first, chain([first] if first else [], following)
 
 
-def _slots(sources: Sequence[Pictures], first: list[Row], workers: int, count: int) -> Slots | None:
+def _slots(
+    sources: Sequence[ImageSource], first: list[Row], workers: int, count: int
+) -> Slots | None:
     """Room for the batches that are under way and two at hand, each as large as the first."""
     if not workers or sys.platform != "linux":  # elsewhere processes do not begin as copies
         return None
     for place, index in first:
-        with suppress(Exception):  # a damaged picture is found again, by a worker
+        with suppress(Exception):  # a damaged image is found again, by a worker
             shape = sources[place].read(index).shape
             return Slots(min(AHEAD * workers + 2, count), (len(first), *shape))
     return None
@@ -196,38 +197,38 @@ def _received(loader: Iterator[Sent], slots: Slots | None, device: torch.device)
 
 
 def refuse(broken: Broken) -> None:
-    """An error that names the first damaged picture, where there is one."""
+    """An error that names the first damaged image, where there is one."""
     for why in broken.values():
         raise DataError(
-            f"damaged picture {why}. skip_damaged=True (--skip-damaged) counts such pictures and "
+            f"damaged image {why}. skip_damaged=True (--skip-damaged) counts such images and "
             f"goes on."
         )
 
 
-def whole_rows(broken: Broken, rows: int) -> Tensor:
-    """The rows of a batch that have a picture."""
+def intact_rows(broken: Broken, rows: int) -> Tensor:
+    """The rows of a batch that have an image."""
     if not broken:
         return torch.arange(rows)
     return torch.tensor([row for row in range(rows) if row not in broken], dtype=torch.int64)
 
 
-class _Pictures(TorchDataset[Sent]):
-    """Pictures by source and number, a batch at a time; into a slot where they fit there."""
+class _Batches(TorchDataset[Sent]):
+    """Images by source and number, a batch at a time; into a slot where they fit there."""
 
-    def __init__(self, sources: Sequence[Pictures], slots: Tensor | None, threads: int) -> None:
+    def __init__(self, sources: Sequence[ImageSource], slots: Tensor | None, threads: int) -> None:
         self.sources, self.slots, self.threads = sources, slots, threads
 
     def __getitem__(self, task: tuple[int | None, list[Row]]) -> Sent:
         slot, rows = task
         found = list(self._map(self._read, rows))
-        pictures = [one for one in found if isinstance(one, Tensor)]
+        images = [one for one in found if isinstance(one, Tensor)]
         broken = {row: one for row, one in enumerate(found) if isinstance(one, str)}
-        if not pictures:
+        if not images:
             return torch.empty(0), None, 0, broken
-        if self.slots is None or slot is None or not _fit(pictures, self.slots[slot]):
-            return torch.stack(pictures), None, len(pictures), broken
-        torch.stack(pictures, out=self.slots[slot, : len(pictures)])
-        return torch.empty(0), slot, len(pictures), broken
+        if self.slots is None or slot is None or not _fit(images, self.slots[slot]):
+            return torch.stack(images), None, len(images), broken
+        torch.stack(images, out=self.slots[slot, : len(images)])
+        return torch.empty(0), slot, len(images), broken
 
     @cached_property
     def _map(self) -> Callable[..., Iterator[Tensor | str]]:
@@ -238,7 +239,7 @@ class _Pictures(TorchDataset[Sent]):
         return pool.map
 
     def _read(self, row: Row) -> Tensor | str:
-        """A picture, or what is wrong with it."""
+        """An image, or what is wrong with it."""
         place, index = row
         source = self.sources[place]
         try:
@@ -249,8 +250,8 @@ class _Pictures(TorchDataset[Sent]):
             return f"{source.name(index)} ({type(error).__name__}: {error})"
 
 
-def _fit(pictures: list[Tensor], slot: Tensor) -> bool:
-    return len(pictures) <= len(slot) and all(one.shape == slot.shape[1:] for one in pictures)
+def _fit(images: list[Tensor], slot: Tensor) -> bool:
+    return len(images) <= len(slot) and all(one.shape == slot.shape[1:] for one in images)
 
 
 def _rows(stream: Order, first: int, last: int) -> list[Row]:
@@ -261,7 +262,7 @@ def _rows(stream: Order, first: int, last: int) -> list[Row]:
 def _corrupted(
     dataset: Dataset, images: Tensor, domains: Sequence[Domain], place: Tensor, index: Tensor
 ) -> Tensor:
-    """Each row corrupted as its domain says, where the disk has only clean pictures."""
+    """Each row corrupted as its domain says, where the disk has only clean images."""
     if not dataset.made:
         return images
     met = sorted(set(place.tolist()))

@@ -71,7 +71,7 @@ class Slots:
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(at, size, 1))
         except RuntimeError as error:
-            warnings.warn(f"pictures go to the GPU from memory not pinned: {error}", stacklevel=2)
+            warnings.warn(f"images go to the GPU from memory not pinned: {error}", stacklevel=2)
             with suppress(RuntimeError):
                 torch.zeros((), device=device)  # else the next kernel would report this error
             return False

@@ -83,7 +83,7 @@ class Stream:
     ) -> Iterator[Samples]:
         """Batches, decoded by `workers` processes ahead of time (None: a few for files).
 
-        A damaged picture is an error that names it; `skip_damaged` leaves it out and goes on, and
+        A damaged image is an error that names it; `skip_damaged` leaves it out and goes on, and
         the batch's `damaged` says so.
         """
         if workers is not None and workers < 0:
@@ -214,7 +214,7 @@ def replay(path: str | os.PathLike[str], dataset: Dataset) -> Stream:
     if changed:
         raise DataError(
             f"{str(path)!r} was made for other data: {listed(map(str, changed), 4)} of "
-            f"{dataset.spec} has other pictures than it had then."
+            f"{dataset.spec} has other images than it had then."
         )
     return Stream(
         dataset,

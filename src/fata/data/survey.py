@@ -1,4 +1,4 @@
-"""What is in a data set, and whether every picture of it can be read."""
+"""What is in a data set, and whether every image of it can be read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fata.data import folders, serve
-from fata.data.dataset import Dataset, Domain, Files
+from fata.data.dataset import Dataset, Domain, ImageFiles
 
 _BATCH = 64
 
@@ -22,7 +22,7 @@ class Found(NamedTuple):
 
 
 def on_disk(dataset: Dataset) -> tuple[Domain, ...]:
-    """Domains whose pictures are there, not made."""
+    """Domains whose images are there, not made."""
     return dataset.domains[:1] if dataset.made else dataset.domains
 
 
@@ -38,13 +38,15 @@ def found(dataset: Dataset) -> list[Found]:
 
 
 def passed_over(dataset: Dataset) -> list[str]:
-    """Files and folders among the pictures that are not read."""
+    """Files and folders among the images that are not read."""
     sources = (dataset.of(domain) for domain in on_disk(dataset))
-    return [path for one in sources if isinstance(one, Files) for path in folders.passed_over(one)]
+    return [
+        path for one in sources if isinstance(one, ImageFiles) for path in folders.passed_over(one)
+    ]
 
 
 def read_all(dataset: Dataset, workers: int | None = None) -> Iterator[tuple[int, list[str]]]:
-    """Reads every picture: how many at a time, and what is wrong with some of them."""
+    """Reads every image: how many at a time, and what is wrong with some of them."""
     sources = [dataset.of(domain) for domain in on_disk(dataset)]
     spans = [
         (place, range(first, min(first + _BATCH, len(source.labels))))

@@ -58,9 +58,11 @@ def _preprocess(name: str, processor: Any) -> Preprocess:
     try:
         use = _read(processor.to_dict())
         across, down = Image.linear_gradient("L").rotate(90), Image.linear_gradient("L")
-        picture = Image.merge("RGB", (across, down, Image.radial_gradient("L"))).resize((640, 448))
-        theirs = processor(picture, return_tensors="pt")["pixel_values"]
-        ours = use.normalise(use.picture(picture)[None])
+        gradients = Image.merge("RGB", (across, down, Image.radial_gradient("L"))).resize(
+            (640, 448)
+        )
+        theirs = processor(gradients, return_tensors="pt")["pixel_values"]
+        ours = use.normalise(use.pixels(gradients)[None])
         same = theirs.shape == ours.shape and (theirs - ours).abs().mean() < 0.02
     except (KeyError, TypeError, ValueError):
         same = False

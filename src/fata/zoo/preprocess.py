@@ -1,4 +1,4 @@
-"""From a picture to what a network takes: resize, centre crop, normalise."""
+"""From an image to what a network takes: resize, centre crop, normalise."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class Preprocess:
     """The preprocessing that a network was trained for.
 
     Args:
-        resize: length of a picture's shorter side, before the crop.
+        resize: length of an image's shorter side, before the crop.
         size: side of the square that the network takes.
         interpolation: of the resize; Pillow's name in lower case, such as `bicubic`.
         mean: of each channel, of pixels in [0, 1].
         std: likewise.
-        squash: resize both sides, whatever the picture's shape.
+        squash: resize both sides, whatever the image's shape.
 
     Example:
         >>> from PIL import Image
         >>> from fata.zoo.preprocess import Preprocess
         >>> preprocess = Preprocess(256, 224, "bilinear", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        >>> pixels = preprocess.picture(Image.new("RGB", (640, 480)))
+        >>> pixels = preprocess.pixels(Image.new("RGB", (640, 480)))
         >>> pixels.shape, preprocess.normalise(pixels[None]).unique()
         (torch.Size([3, 224, 224]), tensor([-1.]))
     """
@@ -46,7 +46,7 @@ class Preprocess:
     squash: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no picture can be brought to."""
+        """Refuse what no image can be brought to."""
         if self.resize < 1 or self.size < 1:
             raise ValueError(
                 f"Preprocess(resize={self.resize!r}, size={self.size!r}): give lengths in pixels."
@@ -67,16 +67,16 @@ class Preprocess:
         """The preprocessing whose fields came out of JSON."""
         return cls(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
 
-    def picture(self, image: Image.Image) -> Tensor:
-        """The middle of a resized picture, as (3, size, size) in [0, 1]."""
+    def pixels(self, image: Image.Image) -> Tensor:
+        """The middle of a resized image, as (3, size, size) in [0, 1]."""
         return torch.from_numpy(np.array(self.view(image))).permute(2, 0, 1).float().div(255)
 
     def view(self, image: Image.Image) -> Image.Image:
-        """The same, still a picture."""
+        """The same, still an image."""
         return self._middle(self._resized(as_rgb(image), self.resize, self.squash))
 
     def crop(self, image: Image.Image) -> Image.Image:
-        """The middle of a picture that has its scale already, such as ImageNet-C's.
+        """The middle of an image that has its scale already, such as ImageNet-C's.
 
         Only one smaller than `size` is resized.
         """
@@ -105,5 +105,5 @@ class Preprocess:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The picture in RGB; itself where it is, for Pillow would copy it."""
+    """The image in RGB; itself where it is, for Pillow would copy it."""
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -87,7 +87,7 @@ def plan(one: Experiment, given: Given, seeds: int = 1, images: int | None = Non
 
 
 def _small(one: Experiment, data: str, seeds: int, images: int | None) -> Plan:
-    """On pictures of 32 pixels, with the networks in the package."""
+    """On images of 32 pixels, with the networks in the package."""
     kind = data.partition(":")[0]
     if kind not in _SMALL:
         raise GridError(
@@ -115,10 +115,10 @@ def _corrupted(one: Experiment, given: Given, seeds: int, images: int | None) ->
     if clean is None:
         raise GridError(
             f"{one.name} is run on ImageNet-C: give --imagenet-c DIR, or --imagenet DIR, whose "
-            f"pictures are then corrupted here. --data embedded works at once, on networks and "
+            f"images are then corrupted here. --data embedded works at once, on networks and "
             f"images in the package."
         )
-    notes = ("ImageNet, corrupted here and passed through JPEG: not the released pictures.",)
+    notes = ("ImageNet, corrupted here and passed through JPEG: not the released images.",)
     return Plan(_slots(one, model, clean, seeds, images), notes, jpeg=True)
 
 

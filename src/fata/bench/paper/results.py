@@ -13,9 +13,9 @@ from fata.bench.cost import paper
 from fata.bench.paper.experiments import Experiment
 from fata.bench.paper.numbers import table
 from fata.bench.paper.plan import Plan
-from fata.bench.paper.sheets import GAIN, PLAIN, Pair, Sheet
+from fata.bench.paper.side_by_side import GAIN, PLAIN, Pair, SideBySide
 from fata.bench.report.tables import AVERAGE
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
 from fata.data import open as open_data
 from fata.data import stream
@@ -34,31 +34,31 @@ _BOUNDS = (-1.0, _FEW, 0.2, 0.4, float("inf"))
 _QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
 
 
-def gather(plan: Plan, store: Store, workshop: Workshop) -> Found:
+def gather(plan: Plan, store: Store, runner: CellRunner) -> Found:
     """The records of a plan's cells, by the cells' keys."""
     kept = {record.key: record for record in store}
     found: Found = {}
     for slot in plan.slots:
         records = found.setdefault(slot.row, {}).setdefault(slot.part, [])
-        if record := kept.get(key(workshop.protocol(slot.cell))):
+        if record := kept.get(key(runner.protocol(slot.cell))):
             records.append(record)
     return found
 
 
-def sheet(one: Experiment, plan: Plan, found: Found, workshop: Workshop) -> Sheet:
+def side_by_side(one: Experiment, plan: Plan, found: Found, runner: CellRunner) -> SideBySide:
     """What an experiment came to, beside the paper's numbers."""
     if one.name in _READERS:
         rows = _READERS[one.name](one, found)
     else:
-        rows = _accuracies(one, found, _gmacs(one, plan, workshop))
+        rows = _accuracies(one, found, _gmacs(one, plan, runner))
     columns = tuple(next(iter(rows.values())))
     hidden = one.numbers.hidden
     named = {f"{row} (hidden)" if row in hidden else row: pairs for row, pairs in rows.items()}
     notes = (*plan.notes, *one.numbers.notes)
-    return Sheet(f"{one.name}: {one.numbers.caption}", columns, named, notes)
+    return SideBySide(f"{one.name}: {one.numbers.caption}", columns, named, notes)
 
 
-def hyperparameters() -> Sheet:
+def hyperparameters() -> SideBySide:
     """The paper's hyperparameters and our defaults."""
     numbers, plus = table("tableD"), Fata()
     ours: dict[str, dict[str, float | None]] = {}
@@ -78,17 +78,17 @@ def hyperparameters() -> Sheet:
         name: {c: Pair(row[c], ours[c][name], form=PLAIN) for c in numbers.columns}
         for name, row in numbers.rows.items()
     }
-    return Sheet(f"hyperparameters: {numbers.caption}", numbers.columns, rows, numbers.notes)
+    return SideBySide(f"hyperparameters: {numbers.caption}", numbers.columns, rows, numbers.notes)
 
 
-def _gmacs(one: Experiment, plan: Plan, workshop: Workshop) -> dict[str, float]:
+def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
     """Of each row, on the network that is run, as the paper counts; where its table has them."""
     if GMACS not in one.numbers.columns:
         return {}
     model = plan.slots[0].cell.model
-    adapter = adapt(workshop.model(model).model, "fata")
+    adapter = adapt(runner.model(model).model, "fata")
     try:
-        whole, tail = workshop.macs(model, adapter)
+        whole, tail = runner.macs(model, adapter)
     finally:
         adapter.unwrap()
     return {row: paper(row, whole, tail) / 1e9 for row in one.methods}

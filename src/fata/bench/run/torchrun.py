@@ -1,6 +1,6 @@
 """A benchmark on several ranks, as torchrun starts them: the first writes and shows.
 
-Every rank runs the same cells, with its share of every batch; all read all pictures.
+Every rank runs the same cells, with its share of every batch; all read all images.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fata.adapter import check_group
 from fata.bench.cell import Cell
 from fata.bench.grid import GridError
 from fata.bench.run.local import Task
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 
 
 def join(device: str) -> tuple[dist.ProcessGroup | None, str]:
@@ -51,16 +51,16 @@ def lead(group: dist.ProcessGroup | None, tasks: Sequence[Task]) -> None:
         dist.broadcast_object_list([[task.cell for task in tasks]], 0, group)
 
 
-def follow(workshop: Workshop) -> None:
+def follow(runner: CellRunner) -> None:
     """Run what the first rank runs, in silence."""
     told: list[list[Cell]] = [[]]
     try:
-        dist.broadcast_object_list(told, 0, workshop.group)
+        dist.broadcast_object_list(told, 0, runner.group)
     except RuntimeError:
         raise SystemExit(1) from None  # the first rank has ended, and said why
     for cell in told[0]:
         try:
-            workshop.run(cell, lambda *_: None)
+            runner.run(cell, lambda *_: None)
         except Exception as error:
-            rank = dist.get_rank(workshop.group)
+            rank = dist.get_rank(runner.group)
             raise SystemExit(f"rank {rank} ends: {type(error).__name__}: {error}") from error

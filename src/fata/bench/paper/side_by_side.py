@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sheet:
+class SideBySide:
     """A table of pairs.
 
     Args:
@@ -67,35 +67,35 @@ def head(column: str) -> str:
     return _HEADS.get(column, column)
 
 
-def markdown(sheet: Sheet) -> str:
+def markdown(table: SideBySide) -> str:
     """Three lines a row."""
     lines = [
-        f"### {in_markdown(sheet.title)}",
+        f"### {in_markdown(table.title)}",
         "",
-        f"| | | {' | '.join(in_markdown(head(column)) for column in sheet.columns)} |",
-        f"|---|---|{'---:|' * len(sheet.columns)}",
+        f"| | | {' | '.join(in_markdown(head(column)) for column in table.columns)} |",
+        f"|---|---|{'---:|' * len(table.columns)}",
     ]
-    for name, pairs in sheet.rows.items():
-        texts = zip(*(pairs[column].texts for column in sheet.columns), strict=True)
+    for name, pairs in table.rows.items():
+        texts = zip(*(pairs[column].texts for column in table.columns), strict=True)
         for kind, numbers in zip(LINES, texts, strict=True):
             first = in_markdown(name) if kind == LINES[0] else ""
             lines.append(f"| {first} | {kind} | {' | '.join(numbers)} |")
-    return "\n".join([*lines, "", *(f"- {in_markdown(note)}" for note in sheet.notes), ""])
+    return "\n".join([*lines, "", *(f"- {in_markdown(note)}" for note in table.notes), ""])
 
 
-def comma(sheet: Sheet) -> str:
+def comma(table: SideBySide) -> str:
     """One line a number, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["row", "column", "paper", "ours", "difference"])
-    for name, pairs in sheet.rows.items():
-        for column in sheet.columns:
+    for name, pairs in table.rows.items():
+        for column in table.columns:
             pair = pairs[column]
             writer.writerow([name, column, pair.paper, pair.ours, pair.difference])
     return out.getvalue()
 
 
-FORMATS: dict[str, Callable[[Sheet], str]] = {"md": markdown, "csv": comma}
+FORMATS: dict[str, Callable[[SideBySide], str]] = {"md": markdown, "csv": comma}
 
 
 def _text(value: float | None, form: str) -> str:

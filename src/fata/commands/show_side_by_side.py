@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.table import Table
 
-from fata.bench.paper.sheets import LINES, Sheet, head
+from fata.bench.paper.side_by_side import LINES, SideBySide, head
 from fata.commands import console, say
 
 
-def show(made: Sheet) -> None:
+def show(made: SideBySide) -> None:
     """One line a row where there are few columns; else three, of as many columns as fit."""
     say(f"{made.title}; † one class took over" if _fallen(made) else made.title)
     if len(made.columns) < 3:
@@ -22,7 +22,7 @@ def show(made: Sheet) -> None:
         console.print(_stacked(made, columns), "")
 
 
-def _flat(made: Sheet) -> Table:
+def _flat(made: SideBySide) -> Table:
     """What the paper has no number of is ours alone."""
     table = _table()
     kept: list[tuple[str, int]] = []
@@ -38,7 +38,7 @@ def _flat(made: Sheet) -> Table:
     return table
 
 
-def _stacked(made: Sheet, columns: Sequence[str]) -> Table:
+def _stacked(made: SideBySide, columns: Sequence[str]) -> Table:
     table = _table()
     table.add_column()
     for column in columns:
@@ -62,7 +62,7 @@ def _table() -> Table:
     return table
 
 
-def _fitting(made: Sheet) -> Iterator[tuple[str, ...]]:
+def _fitting(made: SideBySide) -> Iterator[tuple[str, ...]]:
     """The columns in portions that the terminal is wide enough for."""
     starts = (start for name in made.rows for start in _broken(name))
     first = max(map(len, starts)) + max(map(len, LINES)) + 1
@@ -79,5 +79,5 @@ def _fitting(made: Sheet) -> Iterator[tuple[str, ...]]:
     yield tuple(some)
 
 
-def _fallen(made: Sheet) -> bool:
+def _fallen(made: SideBySide) -> bool:
     return any(pair.collapsed for pairs in made.rows.values() for pair in pairs.values())

@@ -40,7 +40,7 @@ COLLAPSING, COLLAPSE = "deyo", "gaussian_noise"
 NO_FISHER = ":fisher_alpha=0"  # computing EATA's penalty would take as long as the demo
 ADAPTED = f"eata{NO_FISHER}"
 WINDOW, FIRST = 256, 64  # images: of a point of a curve; those before which none is drawn
-PICTURES = 8  # of each corruption
+SHOWN = 8  # of each corruption
 _GREY, _BLUE, _ORANGE, _RED = "#9aa3b2", "#7fb0dc", "#e6550d", "#b3261e"
 
 
@@ -255,8 +255,8 @@ def strips(
         own = ("source", False), ("eata", True)
         results = [found[cell.model, method, corruption, guard] for method, guard in own]
         before, after = (unpack(r.result["right"], r.result["rows"]) for r in results)
-        start = max(0, len(before) // 2 - PICTURES)
-        pictures = _pictures(cell, dataset, start)
+        start = max(0, len(before) // 2 - SHOWN)
+        shown = _images_from(cell, dataset, start)
         yield {
             "network": NETWORKS[cell.model],
             "corruption": spoken(corruption),
@@ -264,13 +264,13 @@ def strips(
             "became_wrong": int((before & ~after).sum()),
             "images": len(before),
             "first": start + 1,
-            "pictures": [
+            "shown": [
                 {
                     "source": _as_address(image),
                     "label": labels[label],
                     "fate": _fate(bool(before[at]), bool(after[at])),
                 }
-                for at, (image, label) in enumerate(pictures, start)
+                for at, (image, label) in enumerate(shown, start)
             ],
         }
 
@@ -286,19 +286,19 @@ def _fate(before: bool, after: bool) -> str:
     return "became wrong" if before else "stays wrong"
 
 
-def _pictures(cell: Cell, dataset: Dataset, start: int) -> Iterator[tuple[Tensor, int]]:
+def _images_from(cell: Cell, dataset: Dataset, start: int) -> Iterator[tuple[Tensor, int]]:
     seen = 0
     for batch in cell.stream(dataset):
         for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
-            if start <= seen < start + PICTURES:
+            if start <= seen < start + SHOWN:
                 yield image, label
             seen += 1
-        if seen >= start + PICTURES:
+        if seen >= start + SHOWN:
             return
 
 
 def _as_address(image: Tensor) -> str:
-    """A picture as the page holds it."""
+    """An image as the page holds it."""
     pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")

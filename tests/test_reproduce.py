@@ -29,7 +29,7 @@ from fata.commands import console
 from fata.commands.show_side_by_side import show
 from fata.corruptions import NAMES as CORRUPTIONS
 from fata.data.folders import OFFICE_HOME
-from fata.training import _file_name
+from fata.training.outputs import file_name
 from fata.zoo import ZooError, mini, sources
 
 TABLES = [f"table{number}" for number in ("1a", "1b", "1c", "2a", "2b", *range(3, 8))]
@@ -191,7 +191,7 @@ def test_shifts_go_from_each_source_model_to_the_other_domains(tmp_path):
     data = f"office-home:{office_home(tmp_path / 'O')}"
     given = Given(office_home=tmp_path / "O", sources=tmp_path)
     domains = dict.fromkeys(OFFICE_HOME.values())
-    files = {domain: tmp_path / _file_name("resnet50_gn", data, domain) for domain in domains}
+    files = {domain: tmp_path / file_name("resnet50_gn", data, domain) for domain in domains}
     for file in files.values():
         with pytest.raises(GridError, match=re.escape(file.name)):
             plan(experiment("tableA"), given)

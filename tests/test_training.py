@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from typer.testing import CliRunner
 
 from fata import data, training, zoo
 from fata.cli import app
-from fata.training import Epoch, Recipe, TrainingError, train_source
+from fata.training import Epoch, Recipe, TrainingError, images, train_source
 from fata.zoo import checkpoint, mini, sources
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import Preprocess
@@ -150,13 +151,19 @@ def test_the_recipe_suits_the_network():
 
 
 def test_rates_rise_then_fall_and_the_head_is_faster():
-    rates, done = zip(*training._schedule(100, 0.1), strict=True)
+    model = mini.build("mini_resnet_gn", 3)
+    recipe = Recipe(lr=0.5, weight_decay=0.1, warmup=0.1)
+    optimizer = recipe.make_optimizer(model, {"fc.weight", "fc.bias"})
+    scheduler = recipe.make_scheduler(optimizer, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(scheduler.get_last_lr()[0] / 0.5)
+        optimizer.step()
+        scheduler.step()
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert all(a >= b for a, b in pairwise(rates[10:]))
     assert 0 < rates[-1] < 0.01
-    assert done[-1] == 1
-    model, recipe = mini.build("mini_resnet_gn", 3), Recipe(lr=0.5, weight_decay=0.1)
-    groups = training._optimizer(model, {"fc.weight", "fc.bias"}, recipe).param_groups
+    groups = recipe.make_optimizer(model, {"fc.weight", "fc.bias"}).param_groups
     settings = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     assert settings[id(model.fc.weight)] == (5.0, 0.1)
     assert settings[id(model.fc.bias)] == (5.0, 0.0)
@@ -191,16 +198,16 @@ def test_same_seed_same_bits_whatever_the_workers(spec, tmp_path, monkeypatch):
 
 def test_held_out_pictures_are_of_every_class_and_never_learned_from():
     labels = torch.tensor([0] * 40 + [1] * 15 + [2] * 3 + [3])
-    learned, held = training._split(labels, 0.1, torch.Generator().manual_seed(0))
+    learned, held = images.split(labels, 0.1, torch.Generator().manual_seed(0))
     assert labels[held].bincount(minlength=4).tolist() == [4, 2, 1, 0]
     assert sorted(torch.cat([learned, held]).tolist()) == list(range(len(labels)))
-    again = training._split(labels, 0.1, torch.Generator().manual_seed(0))
+    again = images.split(labels, 0.1, torch.Generator().manual_seed(0))
     assert torch.equal(held, again[1])
 
 
 def test_every_picture_comes_once_an_epoch_each_time_another_way(spec):
-    files = training.pictures_of(data.open(spec), "day")
-    plan = training._Plan(files, PLAIN, Recipe(epochs=2, batch_size=20))
+    files = training.images_of(data.open(spec), "day")
+    plan = images.TrainingPlan(files, PLAIN, Recipe(epochs=2, batch_size=20))
     assert [len(index) for _, index in plan.batches] == 2 * [18, 18, 18, 6]
     assert [place for place, _ in plan.batches] == 2 * [0, 0, 0, 1]
     first, second = (torch.cat([i for _, i in plan.batches[n : n + 3]]) for n in (0, 4))
@@ -216,7 +223,7 @@ def test_every_picture_comes_once_an_epoch_each_time_another_way(spec):
 def test_crops_stay_inside_and_fill_the_square():
     wide = Image.linear_gradient("L").convert("RGB").resize((300, 20))
     for number in range(200):
-        view = training._random_view(PLAIN, 0.25, training.Random(str(number)), wide)
+        view = images.random_crop(PLAIN, 0.25, Random(str(number)), wide)
         assert view.size == (32, 32)
 
 
@@ -229,7 +236,7 @@ def test_the_file_says_how_it_was_made(spec, tmp_path):
     assert dataclasses.asdict(QUICK).items() <= recipe.items()
     assert recipe["data"] == "shapes"  # not where it lies
     assert recipe["domain"] == "day"
-    assert recipe["images"] == training.pictures_of(data.open(spec), "day").digest
+    assert recipe["images"] == training.images_of(data.open(spec), "day").digest
     assert recipe["source"]["sha256"] == source.weights.sha256
     assert recipe["finished"] == 2
     assert (recipe["learned_from"], recipe["tested_on"], recipe["damaged"]) == (54, 6, 0)

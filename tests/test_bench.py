@@ -26,7 +26,7 @@ from fata.bench.run.local import missing, run
 from fata.bench.run.measure import _columns
 from fata.bench.run.runner import CellRunner
 from fata.bench.store import Store, StoreError
-from fata.cli import app
+from fata.commands.app import app
 
 FACTS = {"model": "m", "scenario": {"name": "normal"}, "method": "tent"}
 SMALL = {"domains": ("contrast", "fog"), "images": 24, "batch_size": 8}

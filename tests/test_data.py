@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import fata
 from fata import zoo
-from fata.cli import app
+from fata.commands.app import app
 from fata.corruptions import EXTRA, NAMES, weather
 from fata.data import DataError, Domain, cifar
 from fata.data.dataset import ImageFiles

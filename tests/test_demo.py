@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 from fata.bench.paired import pack
 from fata.bench.report import demo_story as demo
 from fata.bench.store import Record
-from fata.cli import app
+from fata.commands.app import app
 
 
 def record(cell, right):

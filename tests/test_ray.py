@@ -31,8 +31,8 @@ from fata.bench.run.on_ray import ClusterError, Worker, WorkerResources
 from fata.bench.run.ray_objects import DecodedImages, RayCellRunner, SharedObjects, decode
 from fata.bench.run.runner import CellRunner
 from fata.bench.store import Store
-from fata.cli import app
 from fata.commands import Terminal
+from fata.commands.app import app
 from fata.commands.progress import ProgressDisplay
 
 TIMED = ("seconds", "latency", "images_per_second", "peak_memory")

@@ -12,8 +12,8 @@ from fata.bench.report.figures import MEAN, domains, figures
 from fata.bench.report.page import page
 from fata.bench.report.tables import AVERAGE, comparisons, domain_name
 from fata.bench.store import Store
-from fata.cli import app
 from fata.commands import console
+from fata.commands.app import app
 from fata.commands.show_comparison import show
 
 DOMAINS = ("gaussian_noise", "fog", "contrast")

@@ -24,8 +24,8 @@ from fata.bench.report.tables import SHORT
 from fata.bench.run.local import Estimate
 from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
-from fata.cli import app
 from fata.commands import console
+from fata.commands.app import app
 from fata.commands.show_side_by_side import show
 from fata.corruptions import NAMES as CORRUPTIONS
 from fata.data.folders import OFFICE_HOME

@@ -389,7 +389,7 @@ def test_mixed_corrupts_each_row_by_its_own_domain():
 def test_what_a_worker_is_given_survives_a_new_process(pictures):
     """Where processes do not start as copies, it travels pickled."""
     data = fata.data.open(f"folder:{pictures}")
-    reader = serve._Pictures([data.of(domain) for domain in data.domains], None, 4)
+    reader = serve._Batches([data.of(domain) for domain in data.domains], None, 4)
     task = None, [(0, 1), (1, 2)]
     here, there = (one[task][0] for one in (reader, pickle.loads(pickle.dumps(reader))))
     assert torch.equal(here, there)

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
 from fata import data, training, zoo
-from fata.cli import app
+from fata.commands.app import app
 from fata.training import Epoch, Recipe, TrainingError, images, train_source
 from fata.zoo import checkpoint, mini, sources
 from fata.zoo.loaded import Loaded, Weights
@@ -405,7 +405,13 @@ def test_command_refuses_data_without_folders(call, shapes, tmp_path):
 
 
 def test_control_c_keeps_the_last_epoch(spec, small, tmp_path):
-    command = [sys.executable, "-c", "from fata.cli import app; app()", "train-source", "--data"]
+    command = [
+        sys.executable,
+        "-c",
+        "from fata.commands.app import app; app()",
+        "train-source",
+        "--data",
+    ]
     command += [spec, "--domain", "day", "--model", small, "--epochs", "1000"]
     command += ["-o", str(tmp_path / "day.safetensors"), "--workers", "1", "--device", "cpu"]
     running = subprocess.Popen(

@@ -9,6 +9,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -146,7 +147,8 @@ def key(protocol: Mapping[str, Any]) -> str:
 def circumstances(device: torch.device) -> dict[str, str]:
     """Where a result was made."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    libraries = {name: version(name) for name in ("torch", "torchvision", "timm", "numpy")}
+    known = ("torch", "torchvision", "timm", "numpy")
+    libraries = {name: version(name) for name in known if find_spec(name)}
     return {
         "python": platform.python_version(),
         **libraries,

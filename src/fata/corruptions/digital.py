@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from io import BytesIO
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from fata.corruptions import filters
@@ -140,6 +140,10 @@ def jpeg(x: Tensor, quality: int) -> Tensor:
     """
     if x.device.type != "cpu":
         return _jpeg(x, quality)
+    if find_spec("PIL") is None:
+        raise ModuleNotFoundError(
+            "JPEG compression on the CPU needs Pillow: pip install fata[bench]", name="PIL"
+        )
     red, green, blue = (x * 255).round_().to(torch.uint8).unbind(1)
     pixels = torch.stack((red, green, blue, blue), 3)  # Pillow's own layout: nothing to convert
     files = [_encoded(image, quality) for image in pixels.numpy()]
@@ -150,6 +154,8 @@ def jpeg(x: Tensor, quality: int) -> Tensor:
 
 def _encoded(pixels: np.ndarray, quality: int) -> BytesIO:
     """A JPEG file of bytes (H, W, 4), the fourth of no meaning."""
+    from PIL import Image
+
     file = BytesIO()
     height, width = pixels.shape[:2]
     image = Image.frombuffer("RGBX", (width, height), pixels, "raw", "RGBX", 0, 1)
@@ -159,6 +165,8 @@ def _encoded(pixels: np.ndarray, quality: int) -> BytesIO:
 
 def _decode(file: BytesIO, pixels: np.ndarray) -> None:
     """Overwrite bytes (H, W, 4) by what the file holds."""
+    from PIL import Image
+
     decoded = Image.open(file).tobytes("raw", "RGBX")
     pixels[...] = np.frombuffer(decoded, np.uint8).reshape(pixels.shape)
 

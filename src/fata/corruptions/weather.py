@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from fata.corruptions import filters
@@ -111,6 +110,8 @@ def frost_textures(folder: Path | None, height: int, width: int, device: str) ->
 
 def _read(file: Path) -> Tensor:
     """An image as (3, H, W) in [0, 1]."""
+    from PIL import Image
+
     with Image.open(file) as image:
         pixels = torch.from_numpy(np.array(image.convert("RGB")))
     return pixels.permute(2, 0, 1).float() / 255

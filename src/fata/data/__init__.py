@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,8 @@ def open(
         raise TypeError(
             "fata.data.open takes a name such as 'embedded', and for fit what fata.zoo.load gives."
         )
+    if find_spec("PIL") is None:
+        raise DataError("data sets need Pillow: pip install fata[bench]")
     kind, _, where = spec.partition(":")
     if kind not in KINDS:
         raise DataError(

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from fata.corruptions import BY_NAME, SEVERITIES
@@ -67,6 +66,7 @@ def _png_images(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
 
 def _rows(file: Path) -> Tensor:
     """Images of a PNG file with one 32 x 32 image a row of 1,024 pixels."""
+    from PIL import Image
 
     def pixels() -> np.ndarray:
         with Image.open(file) as image:
@@ -178,10 +178,12 @@ def corrupted(spec: str, folder: Path) -> Dataset:
 
 def download(folder: Path) -> None:
     """Fetch the python version through torchvision, unless CIFAR-10 is there."""
-    from torchvision.datasets import CIFAR10
-
     if all(_find(folder, split) for split in _PARTS):
         return
+    try:
+        from torchvision.datasets import CIFAR10
+    except ModuleNotFoundError as error:
+        raise DataError("downloading CIFAR-10 needs torchvision: pip install fata[zoo]") from error
     try:
         CIFAR10(str(folder), download=True)
     except Exception as error:  # whatever the network does

@@ -8,17 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from fata._text import listed, near
 from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
 from fata.zoo.preprocess import as_rgb
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 CLEAN = "clean"
 
@@ -83,6 +85,8 @@ class ImageFiles:
 
     def read(self, index: int) -> Tensor:
         """One image, (3, H, W), bytes."""
+        from PIL import Image
+
         with Image.open(self.folder / self.paths[index]) as image:
             pixels = np.asarray(self.view(_rgb(image)))
         return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # in order: quick to batch
@@ -194,6 +198,8 @@ def _size(file: str) -> int:
 
 def _rgb(image: Image.Image) -> Image.Image:
     """As torchvision reads folders: EXIF turns nothing. But 16-bit grey is scaled, not clipped."""
+    from PIL import Image
+
     if image.mode.startswith("I"):
         image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
     if image.mode == "P":  # Pillow warns of see-through colours, unless it may keep them

@@ -6,16 +6,19 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from PIL import Image
 
 from fata._text import listed
 from fata.corruptions import BY_NAME, SEVERITIES
 from fata.data.dataset import MADE, Dataset, Domain, ImageFiles, ImageSource
 from fata.data.errors import DataError
 
-View = Callable[[Image.Image], Image.Image]
+if TYPE_CHECKING:
+    from PIL import Image
+
+View = Callable[["Image.Image"], "Image.Image"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".pgm", ".ppm", ".tif", ".tiff")
 OFFICE_HOME = {
@@ -176,7 +179,10 @@ def _synset_folders(folder: Path, synsets: Mapping[str, int]) -> dict[str, int]:
 
 
 def _synsets() -> dict[str, int]:
-    from timm.data.imagenet_info import ImageNetInfo
+    try:
+        from timm.data.imagenet_info import ImageNetInfo
+    except ModuleNotFoundError as error:
+        raise DataError("the classes of ImageNet need timm: pip install fata[zoo]") from error
 
     names = ImageNetInfo("imagenet-1k").label_names()  # type: ignore[no-untyped-call]
     return {name: label for label, name in enumerate(names)}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -121,8 +122,9 @@ def train_source(
 
 
 def _versions() -> dict[str, str]:
-    libraries = ("torch", "torchvision", "timm")
-    return {"fata": fata.__version__, **{name: version(name) for name in libraries}}
+    known = ("torch", "torchvision", "timm")
+    libraries = {name: version(name) for name in known if find_spec(name)}
+    return {"fata": fata.__version__, **libraries}
 
 
 def _with_new_head(loaded: Loaded, classes: int) -> tuple[str, nn.Module, set[str]]:

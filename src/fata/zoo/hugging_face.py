@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch import nn
 
 from fata._text import listed
@@ -55,6 +54,8 @@ def load(identity: str) -> Loaded:
 
 def _preprocess(name: str, processor: Any) -> Preprocess:
     """What a processor does, read off its settings, and tried: each model writes them its way."""
+    from PIL import Image
+
     try:
         use = _read(processor.to_dict())
         across, down = Image.linear_gradient("L").rotate(90), Image.linear_gradient("L")
@@ -75,6 +76,8 @@ def _preprocess(name: str, processor: Any) -> Preprocess:
 
 
 def _read(settings: Mapping[str, Any]) -> Preprocess:
+    from PIL.Image import Resampling
+
     size, percent = settings["size"], settings.get("crop_pct")
     resize = size.get("shortest_edge") or size["height"]
     squash = "shortest_edge" not in size
@@ -86,5 +89,5 @@ def _read(settings: Mapping[str, Any]) -> Preprocess:
     normalises = settings.get("do_normalize", True)
     mean = tuple(settings["image_mean"]) if normalises else (0.0, 0.0, 0.0)
     std = tuple(settings["image_std"]) if normalises else (1.0, 1.0, 1.0)
-    interpolation = Image.Resampling(settings["resample"]).name.lower()
+    interpolation = Resampling(settings["resample"]).name.lower()
     return Preprocess(resize, side, interpolation, mean, std, squash)

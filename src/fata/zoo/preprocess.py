@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from fata.methods.pixels import Pixels
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-INTERPOLATIONS = tuple(mode.name.lower() for mode in Image.Resampling)
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # of Pillow
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,14 @@ class Preprocess:
         return Pixels(self.mean, self.std).back(pixels)
 
     def _resized(self, image: Image.Image, side: int, squash: bool) -> Image.Image:
+        from PIL.Image import Resampling
+
         width, height = image.size
         short = min(width, height)
         shape = (side, side) if squash else (side * width // short, side * height // short)
         if shape == image.size:
             return image
-        return image.resize(shape, Image.Resampling[self.interpolation.upper()])
+        return image.resize(shape, Resampling[self.interpolation.upper()])
 
     def _middle(self, image: Image.Image) -> Image.Image:
         if image.size == (self.size, self.size):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, Protocol
 
 from torch import nn
@@ -61,8 +62,7 @@ class Timm:
     """
 
     def __init__(self, name: str, weights: bool = True) -> None:
-        import timm
-
+        timm = _library("timm")
         arch = name.partition(".")[0]
         if not timm.is_model(arch):
             raise ZooError(f"timm has no {arch!r}.{near(arch, timm.list_models())}")
@@ -77,19 +77,15 @@ class Timm:
 
     def build(self, classes: int) -> nn.Module:
         """The network, untrained."""
-        import timm
-
-        model: nn.Module = timm.create_model(self.name, num_classes=classes)
+        model: nn.Module = _library("timm").create_model(self.name, num_classes=classes)
         return model
 
     def pretrained(self) -> nn.Module:
         """The network with its weights, downloaded where they are not here."""
-        import timm
-
         by_hand = hub_by_hand if self.hub else url_by_hand
         with downloading(self.tag, by_hand(self.origin, self.tag)):
             (ask_hub if self.hub else ask_url)(self.origin)
-            model: nn.Module = timm.create_model(self.name, pretrained=True)
+            model: nn.Module = _library("timm").create_model(self.name, pretrained=True)
         return model
 
 
@@ -97,8 +93,7 @@ class Torchvision:
     """A network of torchvision, as `NAME.WEIGHTS`; or `NAME` alone, as with `Timm`."""
 
     def __init__(self, name: str, weights: bool = True) -> None:
-        from torchvision import models
-
+        models = _library("torchvision.models")
         arch = name.partition(".")[0]
         known = models.list_models(module=models)
         if arch not in known:
@@ -116,8 +111,7 @@ class Torchvision:
 
     def build(self, classes: int) -> nn.Module:
         """The network, untrained."""
-        from torchvision import models
-
+        models = _library("torchvision.models")
         # With weights, these two undo ImageNet's normalisation inside: so must a file's network.
         own = {"transform_input": True} if self.arch in ("inception_v3", "googlenet") else {}
         model: nn.Module = models.get_model(self.arch, weights=None, num_classes=classes, **own)
@@ -125,8 +119,7 @@ class Torchvision:
 
     def pretrained(self) -> nn.Module:
         """The network with its weights, downloaded where they are not here."""
-        from torchvision import models
-
+        models = _library("torchvision.models")
         with downloading(self.tag, url_by_hand(self.origin, self.tag)):
             ask_url(self.origin)
             model: nn.Module = models.get_model(self.arch, weights=self.weights)
@@ -168,20 +161,30 @@ def load(source: Timm | Torchvision, name: str) -> Loaded:
 
 def tags(name: str) -> list[str]:
     """Full names, in either library, of a name without one."""
-    import timm
-    from torchvision import models
-
     arch = name.partition(".")[0]
+    try:
+        timm, models = _library("timm"), _library("torchvision.models")
+    except ZooError:
+        return []
     found = [f"timm:{one}" for one in timm.list_pretrained(f"{arch}.*")]
     if arch in models.list_models(module=models):
         found += [f"torchvision:{arch}.{one.name}" for one in models.get_model_weights(arch)]
     return found
 
 
-def _timm_preprocess(name: str) -> Preprocess:
-    import timm
+def _library(name: str) -> Any:
+    """A module of timm or torchvision, which are optional and take seconds to import."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        library = name.partition(".")[0]
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        raise ZooError(f"networks of {library} need {library}: pip install fata[zoo]") from error
 
-    cfg: Any = timm.get_pretrained_cfg(name)
+
+def _timm_preprocess(name: str) -> Preprocess:
+    cfg: Any = _library("timm").get_pretrained_cfg(name)
     channels, height, width = cfg.input_size
     if channels != 3 or height != width or cfg.crop_mode not in ("center", "squash"):
         raise ZooError(

@@ -21,7 +21,7 @@ def record(cell, right):
 
 def told(accuracies):
     """The story where each cell's first images are right, as many as its accuracy says."""
-    return demo.tell(
+    return demo.story_of(
         [record(cell, np.arange(200) < 2 * accuracies(cell)) for cell in demo.cells(200)]
     )
 

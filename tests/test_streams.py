@@ -24,7 +24,7 @@ from fata.corruptions import NAMES
 from fata.data import DataError, Domain, serve
 from fata.data.label_shift import label_shift
 from fata.data.scenarios import SCENARIOS
-from fata.data.slots import Slots
+from fata.data.shared_batches import SharedBatches
 
 EMBEDDED = fata.data.open("embedded")
 LABELS = EMBEDDED.of(Domain("clean")).labels
@@ -453,8 +453,8 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(monkeypatch):
         raise RuntimeError("out of memory")
 
     runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=pytest.fail)
-    monkeypatch.setattr("fata.data.slots._runtime", lambda: runtime)
-    slots = Slots(1, (2, 3, 4, 4))
+    monkeypatch.setattr("fata.data.shared_batches._runtime", lambda: runtime)
+    slots = SharedBatches(1, (2, 3, 4, 4))
     slots.pixels.fill_(7)
     warns = pytest.warns(UserWarning, match="not pinned: out of memory")
     with warns, slots.pinned(torch.device("cuda")):
@@ -470,7 +470,7 @@ def test_no_batches_give_none(pictures, workers):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing is pinned")
 def test_a_gpu_copies_from_where_workers_decode():
-    slots, device = Slots(2, (2, 3, 4, 4)), torch.device("cuda")
+    slots, device = SharedBatches(2, (2, 3, 4, 4)), torch.device("cuda")
     slots.pixels.fill_(7)
     assert not slots.pixels.is_pinned()
     with slots.pinned(device):

@@ -43,22 +43,22 @@ def data(
         dataset = open_data(spec, fit=fit, download=download)
         hidden = not console.is_terminal
         domains = track(survey.on_disk(dataset), "listing", None, console=console, disable=hidden)
-        fingerprint, found = dataset.fingerprint(domains), survey.found(dataset)
-        passed_over = survey.passed_over(dataset)
+        fingerprint, domain_sizes = dataset.fingerprint(domains), survey.domain_sizes(dataset)
+        ignored_files = survey.ignored_files(dataset)
     except (DataError, zoo.ZooError) as error:
         raise typer.BadParameter(str(error)) from error
     table = Table("domain", "severities", "images")
-    for one in found:
+    for one in domain_sizes:
         table.add_row(one.name, ", ".join(map(str, one.severities)), f"{one.images:,}")
-    images = sum(one.images for one in found)
+    images = sum(one.images for one in domain_sizes)
     say(f"{spec}: {KINDS[spec.partition(':')[0]]}")
     say(f"{len(dataset.classes):,} classes: {listed(dataset.classes, 10)}")
     console.print(table)
     if dataset.made:
         made, facts = {d.name for d in dataset.domains if d.severity}, dataset.provenance
         say(f"and {len(made)} corruptions, {facts['corruptions']}; frost: {facts['frost']}")
-    if passed_over:
-        say(f"{len(passed_over):,} other files or folders passed over, first {passed_over[0]}")
+    if ignored_files:
+        say(f"{len(ignored_files):,} other files or folders passed over, first {ignored_files[0]}")
     say(f"fingerprint of the images: {fingerprint}")
     if fit is not None:
         say(f"fits {fit}")

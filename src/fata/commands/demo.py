@@ -59,7 +59,7 @@ def demo(
     run_cells(tasks, store, runner, in_processes(jobs)).close()
     wanted = {key(runner.protocol(cell)) for cell in cells}
     records = [record for record in store if record.key in wanted]
-    story = show.tell(records)
+    story = show.story_of(records)
     _print(story)
     report = folder / "report.html"
     content = page(comparisons(records), "fata demo", _on_page(story, cells, records, runner))
@@ -89,13 +89,13 @@ def _on_page(
         "bars": drawing("story-bars", "Adapting works", show.bars(story)),
         "curves": drawing("story-curves", "What the guard does", show.curves(story)),
         "strips": list(show.strips(records, adapted, labels)),
-        "compared": show.spoken(show.COMPARED),
-        "collapse": show.spoken(show.COLLAPSE),
+        "compared": show.readable(show.COMPARED),
+        "collapse": show.readable(show.COLLAPSE),
     }
 
 
 def _print(story: Story) -> None:
-    from fata.bench.report.demo_story import COMPARED, NETWORKS, spoken
+    from fata.bench.report.demo_story import COMPARED, NETWORKS, readable
 
     effect = Table(
         "network", "corruption", title="1. Adapting works: accuracy in %, more is better"
@@ -105,9 +105,9 @@ def _print(story: Story) -> None:
     for one in story.effects:
         norm = "" if one.norm is None else f"{one.norm:.1f}"
         after = Text(f"{one.after:.1f}", "green" if one.after > one.before else "red")
-        names = (NETWORKS[one.network], spoken(one.corruption))
+        names = (NETWORKS[one.network], readable(one.corruption))
         effect.add_row(*names, f"{one.before:.1f}", norm, after)
-    added = Table("host", title=f"2. What FATA adds: BatchNorm, {spoken(COMPARED)}")
+    added = Table("host", title=f"2. What FATA adds: BatchNorm, {readable(COMPARED)}")
     for head in ("alone", "with FATA", "gain and 95 % interval"):
         added.add_column(head, justify="right")
     added.add_column("")

@@ -77,7 +77,7 @@ def reproduce(
         return
 
     from fata.bench.grid import GridError
-    from fata.bench.paper.plan import Given, experiment, plan
+    from fata.bench.paper.plan import DataPaths, experiment, plan
     from fata.bench.paper.results import gather, hyperparameters, side_by_side
     from fata.bench.paper.side_by_side import FORMATS
     from fata.bench.run.local import missing
@@ -93,9 +93,11 @@ def reproduce(
             _show_and_write(name, hyperparameters(), [], output, kind)
             return
         kind = _kind(output, ("html", *FORMATS))
-        todo = plan(one, Given(data, imagenet_c, imagenet, office_home, sources), seeds, subset)
-        runner = CellRunner(chosen_device(device), todo.jpeg, todo.fisher)
-        cells = [slot.cell for slot in todo.slots]
+        planned = plan(
+            one, DataPaths(data, imagenet_c, imagenet, office_home, sources), seeds, subset
+        )
+        runner = CellRunner(chosen_device(device), planned.jpeg, planned.fisher)
+        cells = [one.cell for one in planned.cells]
         results = Store(store)
         tasks = missing(cells, results, runner, again=False)
     except (GridError, DataError, ZooError, StoreError) as error:
@@ -106,12 +108,12 @@ def reproduce(
         preview(tasks, results, runner, jobs)
         return
     watcher = run_cells(tasks, results, runner, in_processes(jobs))
-    found = gather(todo, results, runner)
+    found = gather(planned, results, runner)
     records = [record for parts in found.values() for some in parts.values() for record in some]
     if records:
         if one.figure and output is None:
             output, kind = Path(f"{name}.html"), "html"
-        made = side_by_side(one, todo, found, runner)
+        made = side_by_side(one, planned, found, runner)
         _show_and_write(name, made, records, output, kind)
     watcher.close()
 

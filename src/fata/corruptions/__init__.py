@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fata._text import near
 from fata.corruptions import blur, digital, noise, spatter, weather
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 from fata.corruptions.tables import constants
 
-_FUNCTIONS: tuple[Callable[[Tensor, Any, Draws], Tensor], ...] = (
+_FUNCTIONS: tuple[Callable[[Tensor, Any, ImageRng], Tensor], ...] = (
     noise.gaussian_noise,
     noise.shot_noise,
     noise.impulse_noise,
@@ -64,8 +64,8 @@ def corrupt(
         name: one of the 15 in `fata.corruptions.NAMES` or the 4 in `fata.corruptions.EXTRA`.
         severity: 1 to 5. Constants are the published ones for 224, 64 or 32 pixels, whichever is
             nearest.
-        generator: draws the seed, where no fixed one is wanted.
-        seed: of all draws.
+        generator: draws the seed instead of `seed`.
+        seed: of all random draws.
         ids: a number an image; None: its place in the batch.
         jpeg: pass the result through JPEG at quality 85, as the released files were.
 
@@ -94,12 +94,12 @@ def unchecked(
     images: Tensor, name: str, severity: int, seed: int, ids: Iterable[int], jpeg: bool
 ) -> Tensor:
     """As `corrupt`, of what is known to be right: it waits for no device to say so."""
-    draws = Draws.of(seed, ids, name, severity, images.device)
+    rng = ImageRng.of(seed, ids, name, severity, images.device)
     settings = constants(name, severity, min(images.shape[-2:]))
     corrupted = torch.cat(
         [
-            BY_NAME[name](part, settings, Draws(keys)).clamp_(0, 1)
-            for part, keys in zip(*(_parts(t, name) for t in (images, draws.keys)), strict=True)
+            BY_NAME[name](part, settings, ImageRng(keys)).clamp_(0, 1)
+            for part, keys in zip(*(_parts(t, name) for t in (images, rng.keys)), strict=True)
         ]
     )
     return digital.jpeg(corrupted, 85) if jpeg else corrupted

@@ -13,24 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fata.corruptions import filters
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 
 
-def fog(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor:
+def fog(x: Tensor, constants: tuple[float, float], rng: ImageRng) -> Tensor:
     """A cloud of light over the image."""
     amount, decay = constants
     height, width = x.shape[-2:]
     size = 1 << (max(height, width) - 1).bit_length()
-    cloud = _plasma(size, decay, draws)[:, None, :height, :width]
+    cloud = _plasma(size, decay, rng)[:, None, :height, :width]
     most = x.amax((1, 2, 3), keepdim=True)
     return (x + amount * cloud).mul_(most / (most + amount))
 
 
-def _plasma(size: int, decay: float, draws: Draws) -> Tensor:
+def _plasma(size: int, decay: float, rng: ImageRng) -> Tensor:
     """A fractal cloud in [0, 1] by the diamond-square algorithm on a torus, (B, size, size)."""
-    grid = torch.zeros(len(draws.keys), 1, 1, device=draws.keys.device)
+    grid = torch.zeros(len(rng.keys), 1, 1, device=rng.keys.device)
     sides = [1 << level for level in range(size.bit_length() - 1)]
-    noise = torch.split(draws.uniform(-1, 1, size * size - 1), [3 * n * n for n in sides], 1)
+    noise = torch.split(rng.uniform(-1, 1, size * size - 1), [3 * n * n for n in sides], 1)
     wibble = 100.0**2
     for n, jitter in zip(sides, noise, strict=True):
         at_centre, on_row, on_column = (wibble * jitter).view(-1, 3, n, n).unbind(1)
@@ -47,14 +47,14 @@ def _plasma(size: int, decay: float, draws: Draws) -> Tensor:
     return (grid - lowest) / (highest - lowest)
 
 
-def snow(x: Tensor, constants: tuple[float, ...], draws: Draws) -> Tensor:
+def snow(x: Tensor, constants: tuple[float, ...], rng: ImageRng) -> Tensor:
     """Flakes that fall, and the pale light of a snowy day."""
     mean, deviation, zoom, threshold, radius, sigma, kept = constants
     height, width = x.shape[-2:]
-    layer = mean + deviation * draws.normal(1, height, width)
+    layer = mean + deviation * rng.normal(1, height, width)
     layer = filters.zoomed(layer, zoom)
     layer = torch.where(layer < threshold, 0.0, layer).clamp(0, 1)
-    layer = filters.motion_blur(layer, int(radius), sigma, draws.uniform(-135, -45))
+    layer = filters.motion_blur(layer, int(radius), sigma, rng.uniform(-135, -45))
     layer = (layer * 255).round() / 255
     weights = torch.tensor([0.299, 0.587, 0.114], device=x.device)[:, None, None]
     grey = (x * weights).sum(1, keepdim=True)
@@ -62,13 +62,13 @@ def snow(x: Tensor, constants: tuple[float, ...], draws: Draws) -> Tensor:
     return x + layer + layer.flip((2, 3))
 
 
-def frost(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor:
+def frost(x: Tensor, constants: tuple[float, float], rng: ImageRng) -> Tensor:
     """Ice on the lens: a piece of an image of frost laid over the image."""
     kept, laid = constants
     height, width = x.shape[-2:]
     textures = frost_textures(_frost_folder(), height, width, str(x.device))
-    which = draws.integer(0, len(textures)).tolist()
-    places = draws.uniform(0, 1, 2).tolist()
+    which = rng.integer(0, len(textures)).tolist()
+    places = rng.uniform(0, 1, 2).tolist()
     pieces = []
     for index, (down, right) in zip(which, places, strict=True):
         texture = textures[index]
@@ -133,15 +133,15 @@ def _grown_frost(size: int) -> Tensor:
 
     A cloud says which way the needles of a patch point, so that they branch like ferns.
     """
-    draws = Draws.of(0, range(len(_LIGHT)), "frost", 0, torch.device("cpu"))
+    rng = ImageRng.of(0, range(len(_LIGHT)), "frost", 0, torch.device("cpu"))
     light, depth = torch.tensor(_LIGHT).view(-1, 2, 1, 1, 1).unbind(1)
-    grain = filters.gaussian_blur(draws.normal(1, size, size), 0.7)
-    way = (24 * _plasma(size, 1.7, draws)[:, None]).long() % 8
+    grain = filters.gaussian_blur(rng.normal(1, size, size), 0.7)
+    way = (24 * _plasma(size, 1.7, rng)[:, None]).long() % 8
     needles = torch.empty_like(grain)
     for k in range(8):
         angle = torch.full((len(grain),), 45.0 * k)
         needles = torch.where(way == k, filters.motion_blur(grain, 16, 10.0, angle), needles)
-    relief = _standard(_standard(needles) + 0.8 * _standard(_plasma(size, 1.7, draws)[:, None]))
+    relief = _standard(_standard(needles) + 0.8 * _standard(_plasma(size, 1.7, rng)[:, None]))
     tint = torch.tensor([0.92, 1.0, 1.06])[:, None, None]
     return ((light + depth * relief) * tint).clamp(0, 1)
 

@@ -153,7 +153,7 @@ def _files(folder: Path, labels: Mapping[str, int], view: View) -> ImageFiles:
     return ImageFiles(folder, paths, torch.tensor(numbers), view)
 
 
-def passed_over(source: ImageFiles) -> Iterator[str]:
+def ignored_files(source: ImageFiles) -> Iterator[str]:
     """What lies beside images or their folders and is not read, but for hidden files."""
     used = set(source.paths)
     classes = {path.partition("/")[0] for path in used}

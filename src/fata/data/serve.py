@@ -22,7 +22,7 @@ from torch.utils.data import Dataset as TorchDataset
 
 from fata.data.dataset import Dataset, Domain, ImageFiles, ImageSource
 from fata.data.errors import Damaged, DataError
-from fata.data.slots import Slots
+from fata.data.shared_batches import SharedBatches
 
 Row = tuple[int, int]  # which source, and which of its images
 Broken = dict[int, str]  # what is wrong with a row's image
@@ -172,18 +172,18 @@ def _peek(batches: Iterable[list[Row]]) -> tuple[list[Row], Iterator[list[Row]]]
 
 def _slots(
     sources: Sequence[ImageSource], first: list[Row], workers: int, count: int
-) -> Slots | None:
+) -> SharedBatches | None:
     """Room for the batches that are under way and two at hand, each as large as the first."""
     if not workers or sys.platform != "linux":  # elsewhere processes do not begin as copies
         return None
     for place, index in first:
         with suppress(Exception):  # a damaged image is found again, by a worker
             shape = sources[place].read(index).shape
-            return Slots(min(AHEAD * workers + 2, count), (len(first), *shape))
+            return SharedBatches(min(AHEAD * workers + 2, count), (len(first), *shape))
     return None
 
 
-def _received(loader: Iterator[Sent], slots: Slots | None, device: torch.device) -> Decoded:
+def _received(loader: Iterator[Sent], slots: SharedBatches | None, device: torch.device) -> Decoded:
     """Its end is that of the worker processes, whoever still holds the frames of an error."""
     try:
         with slots.pinned(device) if slots else nullcontext():

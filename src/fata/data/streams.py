@@ -21,7 +21,7 @@ from fata._text import listed, near
 from fata.data import serve
 from fata.data.dataset import Dataset, Domain
 from fata.data.errors import DataError
-from fata.data.scenarios import SCENARIOS, Deck, default_batch
+from fata.data.scenarios import SCENARIOS, DomainSampler, default_batch
 from fata.data.serve import Samples
 
 FORMAT = "stream 1"
@@ -174,15 +174,17 @@ def stream(
         )
     if images is not None and images < 1:
         raise DataError(f"images={images}: must be at least 1, or None for all.")
-    known = [n for n, p in inspect.signature(SCENARIOS[scenario]).parameters.items() if n != "deck"]
+    known = [
+        n for n, p in inspect.signature(SCENARIOS[scenario]).parameters.items() if n != "sampler"
+    ]
     if unknown := [name for name in options if name not in known]:
         raise DataError(
             f"{scenario} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
         )
     if isinstance(domains, str):
         domains = [domains]
-    deck = Deck(dataset, domains, severity, seed, images)
-    segments = list(SCENARIOS[scenario](deck, **options))
+    sampler = DomainSampler(dataset, domains, severity, seed, images)
+    segments = list(SCENARIOS[scenario](sampler, **options))
     met = list(dict.fromkeys(domain for segment in segments for domain in segment.domains))
     place = {domain: number for number, domain in enumerate(met)}
     numbers = [np.array([place[domain] for domain in segment.domains]) for segment in segments]

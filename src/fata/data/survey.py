@@ -13,7 +13,7 @@ from fata.data.dataset import Dataset, Domain, ImageFiles
 _BATCH = 64
 
 
-class Found(NamedTuple):
+class DomainSize(NamedTuple):
     """Domains of one name."""
 
     name: str
@@ -26,22 +26,25 @@ def on_disk(dataset: Dataset) -> tuple[Domain, ...]:
     return dataset.domains[:1] if dataset.made else dataset.domains
 
 
-def found(dataset: Dataset) -> list[Found]:
+def domain_sizes(dataset: Dataset) -> list[DomainSize]:
     """How many images there are, by the name of the domain."""
-    table: dict[str, Found] = {}
+    table: dict[str, DomainSize] = {}
     for name, severity in on_disk(dataset):
         images = len(dataset.of(Domain(name, severity)).labels)
-        before = table.get(name, Found(name, (), 0))
+        before = table.get(name, DomainSize(name, (), 0))
         grades = () if severity is None else (severity,)
-        table[name] = Found(name, before.severities + grades, before.images + images)
+        table[name] = DomainSize(name, before.severities + grades, before.images + images)
     return list(table.values())
 
 
-def passed_over(dataset: Dataset) -> list[str]:
+def ignored_files(dataset: Dataset) -> list[str]:
     """Files and folders among the images that are not read."""
     sources = (dataset.of(domain) for domain in on_disk(dataset))
     return [
-        path for one in sources if isinstance(one, ImageFiles) for path in folders.passed_over(one)
+        path
+        for one in sources
+        if isinstance(one, ImageFiles)
+        for path in folders.ignored_files(one)
     ]
 
 

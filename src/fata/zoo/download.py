@@ -34,7 +34,7 @@ def downloading(tag: str, advice: str) -> Iterator[None]:
         ) from error
 
 
-def ask_hub(repository: str, files: tuple[str, ...] = HUB_FILES) -> None:
+def check_hub(repository: str, files: tuple[str, ...] = HUB_FILES) -> None:
     """Raise at once where the hub cannot be reached and has given none of the files before."""
     import huggingface_hub as hub
     from huggingface_hub.errors import EntryNotFoundError
@@ -45,7 +45,7 @@ def ask_hub(repository: str, files: tuple[str, ...] = HUB_FILES) -> None:
         hub.get_hf_file_metadata(hub.hf_hub_url(repository, files[0]), timeout=TIMEOUT)
 
 
-def hub_by_hand(repository: str, tag: str) -> str:
+def hub_instructions(repository: str, tag: str) -> str:
     """How to place a file of the hub."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
@@ -57,14 +57,14 @@ def hub_by_hand(repository: str, tag: str) -> str:
     )
 
 
-def ask_url(url: str) -> None:
+def check_url(url: str) -> None:
     """Raise soon where an address cannot be reached and its file is not in torch's cache."""
     if not _place(url).exists():
         with suppress(HTTPError):  # it answers, if only that it dislikes the question
             urlopen(Request(url, method="HEAD"), timeout=TIMEOUT).close()
 
 
-def url_by_hand(url: str, tag: str) -> str:
+def url_instructions(url: str, tag: str) -> str:
     """How to place a file that has an address."""
     place = _place(url)
     return (

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fata._text import listed
-from fata.zoo.download import ask_hub, downloading
+from fata.zoo.download import check_hub, downloading
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import Preprocess
 
@@ -34,7 +34,7 @@ def load(identity: str) -> Loaded:
         advice = "The folder must hold a model and its processor, as save_pretrained writes them."
     with downloading(name, advice):
         if not local:
-            ask_hub(where, ("config.json",))
+            check_hub(where, ("config.json",))
         model, report = transformers.AutoModelForImageClassification.from_pretrained(
             where, trust_remote_code=False, output_loading_info=True
         )

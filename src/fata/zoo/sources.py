@@ -14,7 +14,7 @@ from torch import nn
 
 from fata._text import near
 from fata.zoo import mini
-from fata.zoo.download import ask_hub, ask_url, downloading, hub_by_hand, url_by_hand
+from fata.zoo.download import check_hub, check_url, downloading, hub_instructions, url_instructions
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import Preprocess
 
@@ -82,9 +82,9 @@ class Timm:
 
     def pretrained(self) -> nn.Module:
         """The network with its weights, downloaded where they are not here."""
-        by_hand = hub_by_hand if self.hub else url_by_hand
+        by_hand = hub_instructions if self.hub else url_instructions
         with downloading(self.tag, by_hand(self.origin, self.tag)):
-            (ask_hub if self.hub else ask_url)(self.origin)
+            (check_hub if self.hub else check_url)(self.origin)
             model: nn.Module = _library("timm").create_model(self.name, pretrained=True)
         return model
 
@@ -120,8 +120,8 @@ class Torchvision:
     def pretrained(self) -> nn.Module:
         """The network with its weights, downloaded where they are not here."""
         models = _library("torchvision.models")
-        with downloading(self.tag, url_by_hand(self.origin, self.tag)):
-            ask_url(self.origin)
+        with downloading(self.tag, url_instructions(self.origin, self.tag)):
+            check_url(self.origin)
             model: nn.Module = models.get_model(self.arch, weights=self.weights)
         return model
 

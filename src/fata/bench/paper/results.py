@@ -25,7 +25,7 @@ from fata.methods.fata import Fata
 from fata.network.structure import trunk
 from fata.zoo import mini
 
-Found = dict[str, dict[str, list[Record]]]  # by row and part; one a seed that did not fail
+RecordsByPart = dict[str, dict[str, list[Record]]]  # by row and part; one a seed that did not fail
 Rows = Mapping[str, Mapping[str, Pair]]
 GMACS = "gmacs"
 _OVERALL = (AVERAGE, "accuracy", GAIN, GMACS)  # columns that are of no single part
@@ -34,18 +34,20 @@ _BOUNDS = (-1.0, _FEW, 0.2, 0.4, float("inf"))
 _QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
 
 
-def gather(plan: Plan, store: Store, runner: CellRunner) -> Found:
+def gather(plan: Plan, store: Store, runner: CellRunner) -> RecordsByPart:
     """The records of a plan's cells, by the cells' keys."""
     kept = {record.key: record for record in store}
-    found: Found = {}
-    for slot in plan.slots:
-        records = found.setdefault(slot.row, {}).setdefault(slot.part, [])
-        if record := kept.get(key(runner.protocol(slot.cell))):
+    found: RecordsByPart = {}
+    for one in plan.cells:
+        records = found.setdefault(one.row, {}).setdefault(one.part, [])
+        if record := kept.get(key(runner.protocol(one.cell))):
             records.append(record)
     return found
 
 
-def side_by_side(one: Experiment, plan: Plan, found: Found, runner: CellRunner) -> SideBySide:
+def side_by_side(
+    one: Experiment, plan: Plan, found: RecordsByPart, runner: CellRunner
+) -> SideBySide:
     """What an experiment came to, beside the paper's numbers."""
     if one.name in _READERS:
         rows = _READERS[one.name](one, found)
@@ -85,7 +87,7 @@ def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
     """Of each row, on the network that is run, as the paper counts; where its table has them."""
     if GMACS not in one.numbers.columns:
         return {}
-    model = plan.slots[0].cell.model
+    model = plan.cells[0].cell.model
     adapter = adapt(runner.model(model).model, "fata")
     try:
         whole, tail = runner.macs(model, adapter)
@@ -94,7 +96,7 @@ def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
     return {row: paper(row, whole, tail) / 1e9 for row in one.methods}
 
 
-def _accuracies(one: Experiment, found: Found, costs: Mapping[str, float]) -> Rows:
+def _accuracies(one: Experiment, found: RecordsByPart, costs: Mapping[str, float]) -> Rows:
     """Accuracy of each part, where the paper has parts, and over all of them."""
     overall = [column for column in one.numbers.columns if column in _OVERALL]
     detailed = len(overall) < len(one.numbers.columns)
@@ -121,7 +123,7 @@ def _accuracies(one: Experiment, found: Found, costs: Mapping[str, float]) -> Ro
     return rows
 
 
-def _thresholded(one: Experiment, found: Found) -> Rows:
+def _thresholded(one: Experiment, found: RecordsByPart) -> Rows:
     """Fig. 1: how few rows are under the entropy threshold, and of how few classes."""
     records = _all(found)
     few = f"{_a_class(records) * _FEW:g}"
@@ -139,7 +141,7 @@ def _thresholded(one: Experiment, found: Found) -> Rows:
     }
 
 
-def _grouped(one: Experiment, found: Found) -> Rows:
+def _grouped(one: Experiment, found: RecordsByPart) -> Rows:
     """Fig. 5: share of the classes that are selected so often."""
     size = _a_class(_all(found))
     rows = {}
@@ -155,7 +157,7 @@ def _grouped(one: Experiment, found: Found) -> Rows:
     return rows
 
 
-def _over_time(one: Experiment, found: Found) -> Rows:
+def _over_time(one: Experiment, found: RecordsByPart) -> Rows:
     """The supplement's figure: accuracy of outputs and pseudo-labels as the stream goes on."""
     curves = [record.result["curve"] for record in _all(found)]
     outputs = [curve["accuracy"] for curve in curves]
@@ -169,14 +171,14 @@ def _over_time(one: Experiment, found: Found) -> Rows:
     }
 
 
-_READERS: dict[str, Callable[[Experiment, Found], Rows]] = {
+_READERS: dict[str, Callable[[Experiment, RecordsByPart], Rows]] = {
     "fig1": _thresholded,
     "fig5": _grouped,
     "figA": _over_time,
 }
 
 
-def _all(found: Found) -> list[Record]:
+def _all(found: RecordsByPart) -> list[Record]:
     return [record for parts in found.values() for some in parts.values() for record in some]
 
 

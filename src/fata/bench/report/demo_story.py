@@ -1,4 +1,4 @@
-"""The demo: which cells it runs, and the story that they tell.
+"""The demo: which cells it runs, and the story that they story_of.
 
 Each network meets the two corruptions that cost it most accuracy, unadapted and by EATA, the
 host that gained most on average (15 corruptions, 10,000 images, three orders: docs/results.md),
@@ -123,7 +123,7 @@ class Story:
             before, after = (self.mean(network, what) for what in ("before", "after"))
             parts.append(
                 f"{name} network {before:.0f} % -> {after:.0f} % on average, "
-                f"{best.before:.0f} % -> {best.after:.0f} % on {spoken(best.corruption)}"
+                f"{best.before:.0f} % -> {best.after:.0f} % on {readable(best.corruption)}"
             )
         before, norm, after = (self.mean(BN, what) for what in ("before", "norm", "after"))
         return (
@@ -139,19 +139,19 @@ class Story:
             [f"within noise ({self.additions[0].gain.images:,} images): {noise}"] if noise else []
         )
         return (
-            f"FATA adds to its hosts on {spoken(COMPARED)}, in percentage points with their 95 % "
+            f"FATA adds to its hosts on {readable(COMPARED)}, in percentage points with their 95 % "
             f"interval: {'; '.join(told)}. All 15 corruptions: docs/results.md."
         )
 
     def _guarding(self) -> str:
         source, alone, watched = self.guarded.accuracy.values()
         return (
-            f"The guard, on by default: on {spoken(COLLAPSE)} DeYO alone collapses, {source:.0f} % "
+            f"The guard, on by default: on {readable(COLLAPSE)} DeYO alone collapses, {source:.0f} % "
             f"unadapted -> {alone:.0f} %; with the guard it ends at {watched:.0f} %."
         )
 
 
-def tell(records: Sequence[Record]) -> Story:
+def story_of(records: Sequence[Record]) -> Story:
     """The story of the demo's cells, which must all be there."""
     found = {_place(record): record for record in records}
 
@@ -198,7 +198,7 @@ def bars(story: Story) -> Figure:
     """Unadapted and adapted, by network and corruption."""
     places = [
         [NETWORKS[effect.network] for effect in story.effects],
-        [spoken(effect.corruption) for effect in story.effects],
+        [readable(effect.corruption) for effect in story.effects],
     ]
     shown: dict[str, tuple[list[Any], str]] = {
         "unadapted": ([e.before for e in story.effects], _GREY),
@@ -259,7 +259,7 @@ def strips(
         shown = _images_from(cell, dataset, start)
         yield {
             "network": NETWORKS[cell.model],
-            "corruption": spoken(corruption),
+            "corruption": readable(corruption),
             "became_right": int((after & ~before).sum()),
             "became_wrong": int((before & ~after).sum()),
             "images": len(before),
@@ -275,7 +275,7 @@ def strips(
         }
 
 
-def spoken(corruption: str) -> str:
+def readable(corruption: str) -> str:
     """Its name in a sentence."""
     return corruption.replace("_", " ")
 

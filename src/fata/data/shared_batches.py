@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 
-class Slots:
+class SharedBatches:
     """Room for some batches, which processes that begin as copies of this one share with it.
 
     Args:

@@ -520,7 +520,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path, how, code):
         running.send_signal(how)
         said, _ = running.communicate(timeout=120)
         assert running.returncode == code
-        assert ("the same command goes on" in said) == (how == signal.SIGTERM)
+        assert ("the same command continues" in said) == (how == signal.SIGTERM)
         deadline = time.monotonic() + 120
         while any(map(lives, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -592,7 +592,7 @@ def test_frost_that_is_grown_is_told(tmp_path, monkeypatch, domain, pictures, sa
     arguments = ("--model", "mini_resnet_bn", "--methods", "source", "--domains", domain)
     result = bench(*arguments, "--images", 8, "--store", tmp_path / "r.db", "--dry-run")
     assert result.exit_code == 0, result.output
-    assert ("frost is grown" in result.output) == said
+    assert ("frost is procedural" in result.output) == said
 
 
 @pytest.mark.parametrize(

@@ -523,7 +523,7 @@ def test_wrong_folders(tmp_path):
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     classes(tmp_path, "a")
     (tmp_path / "loop").symlink_to("loop")
-    refused("cannot look into", tmp_path, spec=f"folder:{tmp_path}")
+    refused("cannot list", tmp_path, spec=f"folder:{tmp_path}")
 
 
 def test_only_pictures_count(tmp_path):
@@ -593,8 +593,8 @@ def test_the_model_decides_the_view(tmp_path):
 
 def test_labels_must_fit_the_model(tmp_path):
     spec = f"folder:{classes(tmp_path, 'cat', 'dog')}"
-    refused("has 2 classes, but net tells 3 apart", spec, spec=spec, fit=model(3))
-    refused("has 2 classes, but net tells 1 apart", spec, spec=spec, fit=model(1))
+    refused("has 2 classes, but net has 3", spec, spec=spec, fit=model(3))
+    refused("has 2 classes, but net has 1", spec, spec=spec, fit=model(1))
     refused("in another order", spec, spec=spec, fit=model(2, labels=["dog", "cat"]))
     assert fata.data.open(spec, fit=model(2, labels=["cat", "dog"])).classes == ("cat", "dog")
 
@@ -682,13 +682,13 @@ def test_the_command_on_made_corruptions():
 def test_the_command_says_what_it_passes_over(tmp_path):
     """Beside the class folders and in them; hidden files are not worth a word."""
     classes(tmp_path, "a", "b")
-    assert "passed over" not in call(f"folder:{tmp_path}")[1]
+    assert "ignored" not in call(f"folder:{tmp_path}")[1]
     for name in ("b/notes.txt", "b/.DS_Store", "a/photo.heic", "stray.png"):
         (tmp_path / name).touch()
     picture(tmp_path / "b" / "deeper" / "0.png")
     code, said = call(f"folder:{tmp_path}")
     assert code == 0
-    assert f"4 other files or folders passed over, first {tmp_path / 'a' / 'photo.heic'}" in said
+    assert f"4 other files or folders ignored, first {tmp_path / 'a' / 'photo.heic'}" in said
 
 
 def test_the_command_finds_damaged_pictures(tmp_path):
@@ -712,7 +712,7 @@ def test_the_command_finds_damaged_pictures(tmp_path):
         (["cifar11:x"], "unknown data 'cifar11:x'"),
         (["folder:no/such"], "there is no folder"),
         (["embedded", "--download"], "by hand"),
-        (["embedded", "--skip-damaged"], "goes with --check"),
+        (["embedded", "--skip-damaged"], "needs --check"),
         (["embedded", "--model", "mini"], "unknown model 'mini'"),
     ],
 )
@@ -726,4 +726,4 @@ def test_the_command_refuses_a_model_that_does_not_fit(tmp_path):
     classes(tmp_path, "a", "b")
     code, said = call(f"folder:{tmp_path}", "--model", "mini_vit")
     assert code == 2
-    assert "has 2 classes, but mini_vit tells 10 apart" in said
+    assert "has 2 classes, but mini_vit has 10" in said

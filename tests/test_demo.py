@@ -77,7 +77,7 @@ def test_the_demo_prints_its_story_and_writes_a_page(tmp_path, browser):
     call = ["demo", "--images", "16", "--output", str(out)]
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0, result.output
-    begin = ("1. Adapting without", "2. FATA")
+    begin = ("1. Adaptation without", "2. FATA")
     sentences = [line for line in result.output.splitlines() if line.startswith(begin)]
     again = CliRunner().invoke(app, call)
     assert "0 streams to run" in again.output

@@ -239,7 +239,7 @@ def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, four, connected):
             break
     rest, _ = running.communicate(timeout=300)
     assert running.returncode == 130
-    assert "the same command goes on from there" in " ".join(rest.split())
+    assert "the same command continues from there" in " ".join(rest.split())
     kept = {record.key: record.finished for record in Store(path)}
     assert 1 <= len(kept) < 24
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

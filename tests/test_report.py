@@ -134,7 +134,7 @@ def test_a_row_says_where_it_is_not_as_most_of_its_method(store):
     assert [line.method for line in lines][:3] == [
         *("tent+fata", "tent+fata sigma=0.5", "tent+fata sigma=2")
     ]
-    note = "tent+fata, where its row says no more: sigma=1.0, threshold=0.5"
+    note = "tent+fata, unless its row says otherwise: sigma=1.0, threshold=0.5"
     assert table.notes == (note,)
     assert note in report(store.path, "--format", "md").output
 

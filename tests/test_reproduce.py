@@ -136,9 +136,8 @@ def test_embedded_data_has_a_stand_in_for_each_network_and_says_so():
         made = plan(experiment(name), DataPaths("embedded"))
         assert {slot.cell.model[-len(model) :] for slot in made.cells} == {model}
         assert "no test of anything" in made.notes[0]
-    assert any(
-        "12 shifts" in note for note in plan(experiment("table4"), DataPaths("embedded")).notes
-    )
+    made = plan(experiment("table4"), DataPaths("embedded"))
+    assert any("12 shifts" in note for note in made.notes)
 
 
 # -- on the user's data -------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from fata.commands.cells import RunTasks, in_processes
 class Backend(NamedTuple):
     """Where cells are run."""
 
-    device: str  # of what is done in this process
+    device: str  # of this process
     run_tasks: RunTasks
 
 
@@ -53,11 +53,11 @@ def backend(
 
 
 def _gpus(device: str | None, gpus: float | None) -> float | None:
-    """For a cell on Ray, where the device says it."""
+    """GPUs for a cell on Ray, consistent with --device."""
     if device is None:
         return gpus
     if device not in ("cpu", "cuda"):
-        raise typer.BadParameter(f"--device {device}: on Ray it is cpu or cuda.")
+        raise typer.BadParameter(f"--device {device}: on Ray give cpu or cuda.")
     if gpus is not None and (device == "cuda") != (gpus > 0):
         raise typer.BadParameter(f"--device {device} with --gpus-per-cell {gpus:g}: give one.")
     return gpus if gpus is not None else float(device == "cuda")

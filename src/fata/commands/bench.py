@@ -1,4 +1,4 @@
-"""`fata bench`: run a grid, resume it, see where it is."""
+"""`fata bench`: run or resume a grid."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ def bench(
         typer.Option(
             "--model",
             "--models",
-            help="Networks, by comma: mini_resnet_gn, vit_base@sar, timm:NAME.TAG, ...",
+            help="Models, comma-separated: mini_resnet_gn, vit_base@sar, timm:NAME.TAG, ...",
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data sets, by comma: embedded, imagenet-c:DIR, ...")
+        str | None, typer.Option(help="Data sets, comma-separated: embedded, imagenet-c:DIR, ...")
     ] = None,
     methods: Annotated[
         str | None,
         typer.Option(
             "--methods",
             "--method",
-            help="By comma, with fields: eata, eata+fata:lr=1e-3, my_module:MyMethod, ...",
+            help="Methods, comma-separated: eata, eata+fata:lr=1e-3, my_module:MyMethod, ...",
         ),
     ] = None,
     scenario: Annotated[
         str | None,
         typer.Option(
-            "--scenario", "--scenarios", help="By comma: normal, bs1, label-shift:ratio=1000, ..."
+            "--scenario",
+            "--scenarios",
+            help="Scenarios, comma-separated: normal, bs1, label-shift:ratio=1000, ...",
         ),
     ] = None,
     domains: Annotated[
@@ -46,71 +48,73 @@ def bench(
         typer.Option(
             "--domains",
             "--domain",
-            help="Corruptions or folders, by comma; by default the 15, or all folders.",
+            help="Corruptions or folders, comma-separated. Default: the 15, or all folders.",
         ),
     ] = None,
     severity: Annotated[
         str | None,
-        typer.Option("--severity", "--severities", help="1 to 5, by comma; by default 5."),
+        typer.Option("--severity", "--severities", help="1 to 5, comma-separated. Default: 5."),
     ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="Number of orders of the images; by default 1.")
-    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds. Default: 1.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Images a batch; by default 64, for bs1 1.")
+        int | None, typer.Option(min=1, help="Batch size. Default: 64, and 1 for bs1.")
     ] = None,
     images: Annotated[
-        int | None, typer.Option(min=1, help="Images of each domain; by default all.")
+        int | None, typer.Option(min=1, help="Images of each domain. Default: all.")
     ] = None,
     jpeg: Annotated[
-        bool | None, typer.Option("--jpeg", help="Made corruptions go through JPEG.")
+        bool | None, typer.Option("--jpeg", help="JPEG-compress corruptions made on the fly.")
     ] = None,
     fisher: Annotated[
-        str | None, typer.Option(help="Data with clean images for EATA, where --data has none.")
+        str | None, typer.Option(help="Clean images for EATA's penalty, if --data has none.")
     ] = None,
     speed: Annotated[
         str | None,
-        typer.Option(help="exact, or fast: bfloat16, on a GPU recorded passes; by default exact."),
+        typer.Option(help="exact, or fast: bfloat16, CUDA graphs on a GPU. Default: exact."),
     ] = None,
     guard: Annotated[
-        bool | None, typer.Option("--guard", help="Let a guard watch for collapses.")
+        bool | None, typer.Option("--guard", help="Run with the guard against collapse.")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="A grid in YAML or TOML; flags go over it.")
+        Path | None, typer.Option(help="A grid in YAML or TOML; options override it.")
     ] = None,
-    store: Annotated[Path, typer.Option("--store", "-o", help="The file of results.")] = Path(
+    store: Annotated[Path, typer.Option("--store", "-o", help="SQLite file of results.")] = Path(
         "results.db"
     ),
     jobs: Jobs = 1,
     device: Device = None,
     on: Annotated[
         str | None,
-        typer.Option(help="ray: on a Ray cluster; by default in this machine's own processes."),
+        typer.Option(help="ray: on a Ray cluster. Default: processes of this machine."),
     ] = None,
     address: Annotated[
         str | None,
-        typer.Option(help="Of the Ray cluster, such as auto; by default one on this machine."),
+        typer.Option(
+            help="Address of the Ray cluster, such as auto. Default: a new one on this machine."
+        ),
     ] = None,
     gpus_per_cell: Annotated[
         float | None,
-        typer.Option(min=0, help="On Ray: such as 0.25; by default 1 where there are GPUs."),
+        typer.Option(
+            min=0, help="GPUs for a cell on Ray, such as 0.25. Default: 1 if there are GPUs."
+        ),
     ] = None,
     workers: Workers = None,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="Leave damaged images out, and count them.")
+        bool, typer.Option("--skip-damaged", help="Leave out damaged images, and count them.")
     ] = False,
     again: Annotated[
-        bool, typer.Option("--again", help="Run the cells that are in the store too.")
+        bool, typer.Option("--again", help="Run cells again that are in the store.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Show the cells, and about how long they will take."),
+        typer.Option("--dry-run", help="Only list the cells, and estimate their time."),
     ] = False,
 ) -> None:
     """Compare methods: a grid of models, data, scenarios, methods and seeds.
 
-    Each cell is kept in the store as soon as it is done. The same command again runs what is
-    missing: after Ctrl-C, a crash, or with more methods or seeds.
+    Each cell is stored as soon as it is done. The same command again runs only what is missing:
+    after Ctrl-C, after a crash, or with more methods or seeds.
     """
     from fata.bench.cell import key
     from fata.bench.grid import GridError
@@ -143,7 +147,7 @@ def bench(
     with backend(on, address, gpus_per_cell, device, jobs, dry_run) as (own_device, run_tasks):
         group, own_device = ranks.join(own_device)
         if group is not None and (on or jobs > 1 or dry_run):
-            raise typer.BadParameter("--on, --jobs and --dry-run are not for use under torchrun.")
+            raise typer.BadParameter("--on, --jobs and --dry-run are not supported under torchrun.")
         try:
             grid = _grid(config, given)
             import_from_here(grid.methods)
@@ -158,12 +162,12 @@ def bench(
             tasks = missing(cells, results, runner, again)
         except (GridError, DataError, ZooError, StoreError) as error:
             raise typer.BadParameter(str(error)) from error
-        remedy = ": give --fisher SPEC, or fisher_alpha=0 to mean it"
+        remedy = ": give --fisher SPEC, or fisher_alpha=0"
         announce(cells, tasks, results, runner, remedy)
         if dry_run:
             try:
                 preview(tasks, results, runner, jobs)
-            except ValueError as error:  # of fields that only the network can refuse
+            except ValueError as error:  # of fields that do not fit the network
                 raise typer.BadParameter(str(error)) from error
             return
         ranks.lead(group, tasks)

@@ -24,24 +24,24 @@ RunTasks = Callable[["Sequence[Task]", "Store", "CellRunner", ProgressDisplay], 
 def announce(
     cells: Sequence[Cell], tasks: Sequence[Task], store: Store, runner: CellRunner, remedy: str
 ) -> None:
-    """How many cells there are to run, and what they lack."""
+    """Print the number of cells to run, and what they lack."""
     cells_made = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
     known = sum(task.key in store for task in tasks)  # to be run again
     over = f", {known} of which are run again" if known else ""
     say(f"{cells_made}, {len(cells) - len(tasks) + known} of them in {store.path}{over}")
     if any(runner.lacks_fisher(task.cell) for task in tasks):
         say(f"EATA has no clean images for its Fisher penalty and runs without it{remedy}")
-    if any(_grows_frost(task) for task in tasks):
-        say("frost is grown: to compare with other figures, pip install imagecorruptions-imaug")
+    if any(_has_procedural_frost(task) for task in tasks):
+        say("frost is procedural: for the published textures, pip install imagecorruptions-imaug")
 
 
-def _grows_frost(task: Task) -> bool:
+def _has_procedural_frost(task: Task) -> bool:
     met = any(name.startswith("frost") for name in task.protocol["domains"])
     return met and task.protocol["data"].get("frost") == "procedural"
 
 
 def preview(tasks: Sequence[Task], store: Store, runner: CellRunner, jobs: int) -> None:
-    """The cells to run, and about how long they will take."""
+    """Print the cells to run, and an estimate of their time."""
     from fata.bench.run.local import estimate
 
     for task in tasks:
@@ -57,17 +57,17 @@ def preview(tasks: Sequence[Task], store: Store, runner: CellRunner, jobs: int) 
 def run_cells(
     tasks: Sequence[Task], store: Store, runner: CellRunner, run_tasks: RunTasks
 ) -> ProgressDisplay:
-    """Run cells and show how it goes; Ctrl-C leaves those that are done."""
+    """Run cells and show their progress; Ctrl-C keeps the finished ones."""
     from fata.bench.store import StoreError
 
-    watcher, anew = ProgressDisplay(len(tasks)), any(task.key in store for task in tasks)
+    watcher, restart = ProgressDisplay(len(tasks)), any(task.key in store for task in tasks)
     try:
         with watcher:
             run_tasks(tasks, store, runner, watcher)
     except KeyboardInterrupt:
         say(
             f"stopped: {watcher.finished} of {len(tasks)} cells done and kept in {store.path}; the "
-            f"same command {'begins anew' if anew else 'goes on from there'}"
+            f"same command {'starts over' if restart else 'continues from there'}"
         )
         raise typer.Exit(130) from None
     except StoreError as error:  # such as a full disk
@@ -77,7 +77,7 @@ def run_cells(
 
 
 def in_processes(jobs: int) -> RunTasks:
-    """What runs cells in processes of this machine."""
+    """Runs cells in processes of this machine."""
     from fata.bench.run.local import run
 
     return partial(run, jobs=jobs)

@@ -19,13 +19,13 @@ def check(
     method: Annotated[str, typer.Argument(help="Your method, as my_module:MyMethod.")],
     net: Annotated[
         list[str] | None,
-        typer.Option(help="Only this network (resnet_bn, resnet_gn, vit_ln); may be given again."),
+        typer.Option(help="Only this network (resnet_bn, resnet_gn, vit_ln); may be repeated."),
     ] = None,
 ) -> None:
     """Run the battery of checks on a method of your own, alone and with FATA.
 
-    The method is made without arguments, and adapts small networks with BatchNorm, GroupNorm and
-    LayerNorm in batches of 16 and of 1. Exits with 1 where a check fails.
+    The method is created without arguments and adapts small networks with BatchNorm, GroupNorm and
+    LayerNorm, with batches of 16 and of 1. Exits with 1 if a check fails.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""`fata corrupt`: the sheet of all corruptions of a photograph."""
+"""`fata corrupt`: a contact sheet of all corruptions of a photograph."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fata.commands import console, say
 
 def corrupt(
     image: Annotated[Path, typer.Argument(help="A photograph, in any common format.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the sheet goes.")] = Path(
-        "sheet.png"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File of the contact sheet.")
+    ] = Path("sheet.png"),
     name: Annotated[
-        list[str] | None, typer.Option(help="Only this corruption; may be given again.")
+        list[str] | None, typer.Option(help="Only this corruption; may be repeated.")
     ] = None,
     size: Annotated[int, typer.Option(min=16, help="Side of the images, in pixels.")] = 224,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Draw the sheet of all corruptions and severities of a photograph."""
+    """Draw a contact sheet of all corruptions and severities of a photograph."""
     from PIL import Image, UnidentifiedImageError
 
     from fata.corruptions import BY_NAME, sheet

@@ -1,4 +1,4 @@
-"""`fata data`: what is in a data set."""
+"""`fata data`: the contents of a data set."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ def data(
         str, typer.Argument(help="embedded, or KIND:DIR: imagenet-c:DIR, folder:DIR, ...")
     ],
     download: Annotated[
-        bool, typer.Option("--download", help="Fetch CIFAR-10 where it is missing.")
+        bool, typer.Option("--download", help="Download CIFAR-10 if it is missing.")
     ] = False,
     read: Annotated[bool, typer.Option("--check", help="Read every image.")] = False,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="With --check: exit with 0 all the same.")
+        bool,
+        typer.Option("--skip-damaged", help="With --check: exit with 0 despite damaged images."),
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="A network that should fit: a name that fata.zoo.load takes.")
+        str | None, typer.Option(help="Check that this model fits: a name for fata.zoo.load.")
     ] = None,
 ) -> None:
-    """Say what is in a data set: classes, domains, images, and where corruptions come from.
+    """Show the classes, domains and images of a data set, and the origin of its corruptions.
 
     --check reads every image, names the damaged ones and exits with 1 if there are any.
     """
@@ -37,7 +38,7 @@ def data(
     from fata.data import open as open_data
 
     if skip_damaged and not read:
-        raise typer.BadParameter("--skip-damaged goes with --check")
+        raise typer.BadParameter("--skip-damaged needs --check")
     try:
         fit = zoo.load(model) if model else None
         dataset = open_data(spec, fit=fit, download=download)
@@ -58,7 +59,7 @@ def data(
         made, facts = {d.name for d in dataset.domains if d.severity}, dataset.provenance
         say(f"and {len(made)} corruptions, {facts['corruptions']}; frost: {facts['frost']}")
     if ignored_files:
-        say(f"{len(ignored_files):,} other files or folders passed over, first {ignored_files[0]}")
+        say(f"{len(ignored_files):,} other files or folders ignored, first {ignored_files[0]}")
     say(f"fingerprint of the images: {fingerprint}")
     if fit is not None:
         say(f"fits {fit}")
@@ -67,7 +68,7 @@ def data(
 
 
 def _read_all(batches: Iterator[tuple[int, list[str]]], total: int, skip_damaged: bool) -> None:
-    """Read images under a bar; name the damaged ones."""
+    """Read all images with a progress bar; print the damaged ones."""
     damaged = 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=total)

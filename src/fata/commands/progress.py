@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ProgressDisplay:
-    """Progress on a terminal; a line a finished cell elsewhere."""
+    """Progress bars on a terminal; elsewhere a line for each finished cell."""
 
     def __init__(self, total: int) -> None:
         self.finished, self.total = 0, total
@@ -41,7 +41,7 @@ class ProgressDisplay:
         )
         self._cells = self._progress.add_task("cells", total=total, note="")
         self._running: dict[str, TaskID] = {}
-        self._workers: dict[str, str] = {}  # on Ray, by the key of the cell that each is at
+        self._workers: dict[str, str] = {}  # on Ray, by the key of their cell
 
     def __enter__(self) -> ProgressDisplay:
         self._progress.start()
@@ -59,35 +59,35 @@ class ProgressDisplay:
         self._progress.update(self._running[task.key], completed=seen, note=f"{accuracy:.1%}")
 
     def done(self, task: Task, result: dict[str, Any]) -> None:
-        """Take a cell's bar away."""
+        """Remove the bar of a cell."""
         self.finished += 1
         self._over(task)
         if not console.is_terminal:
-            fallen = "" if result["collapsed_at"] is None else ", collapsed"
+            collapsed = "" if result["collapsed_at"] is None else ", collapsed"
             left_out = f", {result['damaged']} damaged left out" if result["damaged"] else ""
-            accuracy = f"{result['accuracy']:.2f} %{fallen}{left_out}"
+            accuracy = f"{result['accuracy']:.2f} %{collapsed}{left_out}"
             say(f"{self.finished}/{self.total} {task.cell}: {accuracy}{self._by(task)}")
 
     def failed(self, task: Task, why: str) -> None:
-        """Remember why; it is told at the end."""
+        """Keep the reason; `close` prints it."""
         self.failures.append((task.cell, why))
         self._over(task)
 
     def staffed(self, workers: Mapping[str, Task | None]) -> None:
-        """How many workers there are, and which cell each is at."""
+        """Show the number of workers; remember the cell of each."""
         self._workers = {task.key: name for name, task in workers.items() if task is not None}
-        people = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
-        self._progress.update(self._cells, note=people)
+        count = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"
+        self._progress.update(self._cells, note=count)
 
     def lost(self, worker: str) -> None:
-        """Say so; the cell's bar starts anew with another worker."""
+        """Print it; the cell's bar restarts with another worker."""
         for key in [key for key, name in self._workers.items() if name == worker]:
             if key in self._running:
                 self._progress.remove_task(self._running.pop(key))
         say(f"worker {worker} was lost; its cell goes to another")
 
     def close(self) -> None:
-        """Tell what failed, if anything did, and end with exit code 1."""
+        """Print the failed cells, if any, and exit with 1."""
         for cell, why in self.failures:
             console.print(Text("failed", "red"), f"{cell}: {why}")
         if self.failures:

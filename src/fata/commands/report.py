@@ -21,15 +21,15 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="By default report.html; formats other than html go to the terminal.",
+            help="Default: report.html; other formats are printed.",
         ),
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--format", help="html, md, csv or latex; by default what --output ends in."),
+        typer.Option("--format", help="html, md, csv or latex. Default: the suffix of --output."),
     ] = None,
 ) -> None:
-    """Tables like the paper's, curves and histograms: one page that needs no network."""
+    """Write tables like the paper's, curves and histograms to one self-contained page."""
     from fata.bench.report.formats import COMMA_HEAD, FORMATS
     from fata.bench.report.tables import comparisons
     from fata.bench.store import Store, StoreError

@@ -23,51 +23,52 @@ NAMES = (
 
 
 def reproduce(
-    name: Annotated[
-        str | None, typer.Argument(help=f"{NAMES}. Without one: what each shows.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help=f"{NAMES}. Without a name: list them.")] = None,
     imagenet_c: Annotated[
-        Path | None, typer.Option("--imagenet-c", help="ImageNet-C, as released.")
+        Path | None, typer.Option("--imagenet-c", help="Folder of ImageNet-C, as released.")
     ] = None,
     imagenet: Annotated[
         Path | None,
         typer.Option(
-            help="ImageNet's validation images: for EATA's penalty; corrupted here if alone."
+            help="ImageNet's validation images: for EATA's penalty, or corrupted on the fly."
         ),
     ] = None,
     office_home: Annotated[
-        Path | None, typer.Option("--office-home", help="Office-Home, for table4 and tableA.")
+        Path | None,
+        typer.Option("--office-home", help="Folder of Office-Home, for table4 and tableA."),
     ] = None,
     sources: Annotated[
-        Path, typer.Option(help="What fata train-source made of Office-Home's domains.")
+        Path,
+        typer.Option(help="Folder of the models that fata train-source trained on Office-Home."),
     ] = Path(),
     data: Annotated[
         str | None,
-        typer.Option(help="For networks in the package: embedded, cifar10:DIR, cifar10-c:DIR."),
+        typer.Option(
+            help="Data for the networks in the package: embedded, cifar10:DIR, cifar10-c:DIR."
+        ),
     ] = None,
     subset: Annotated[
-        int | None, typer.Option(min=1, help="Images of each corruption; by default all.")
+        int | None, typer.Option(min=1, help="Images of each corruption. Default: all.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of orders of the images.")] = 1,
-    store: Annotated[Path, typer.Option("--store", help="The file of results.")] = Path(
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 1,
+    store: Annotated[Path, typer.Option("--store", help="SQLite file of results.")] = Path(
         "results.db"
     ),
     jobs: Jobs = 1,
     device: Device = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A page .html, or the numbers .md or .csv."),
+        typer.Option("--output", "-o", help="A page (.html), or the numbers (.md, .csv)."),
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Show the cells, and about how long they will take."),
+        typer.Option("--dry-run", help="Only list the cells, and estimate their time."),
     ] = False,
 ) -> None:
-    """Run what is behind a table or figure of the paper; print its numbers, ours, the difference.
+    """Run a table or figure of the paper; print its numbers, ours and the difference.
 
-    Works at once with --data embedded: networks and images in the package stand in for the paper's.
-    Cells are kept in the store, as those of fata bench are: the same command again runs what is
-    missing.
+    With --data embedded, networks and images in the package replace the paper's. Cells are stored
+    as by fata bench: the same command again runs only what is missing.
     """
     from fata.bench.paper.experiments import experiments
 
@@ -119,7 +120,7 @@ def reproduce(
 
 
 def _kind(output: Path | None, accepted: Iterable[str]) -> str:
-    """What is to be written: by the end of the file's name."""
+    """The format to write, from the file's suffix."""
     from fata.bench.grid import GridError
 
     kind = output.suffix.removeprefix(".") if output else ""
@@ -127,7 +128,7 @@ def _kind(output: Path | None, accepted: Iterable[str]) -> str:
         raise GridError(
             f"--output {output}: give a name that ends in {' or '.join(f'.{k}' for k in accepted)}."
         )
-    if output and not output.parent.is_dir():  # to be known before hours of runs, not after
+    if output and not output.parent.is_dir():  # fail before hours of runs, not after
         raise GridError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}.")
     return kind
 

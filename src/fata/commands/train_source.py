@@ -1,4 +1,4 @@
-"""`fata train-source`: a source model of one domain."""
+"""`fata train-source`: train a source model on one domain."""
 
 from __future__ import annotations
 
@@ -21,22 +21,19 @@ if TYPE_CHECKING:
 
 def train_source(
     data: Annotated[str, typer.Option(help="Images in folders: office-home:DIR, or folder:DIR.")],
-    model: Annotated[str, typer.Option(help="Where to start: a name that fata.zoo.load takes.")],
+    model: Annotated[str, typer.Option(help="Pretrained model: a name for fata.zoo.load.")],
     domain: Annotated[
-        str | None, typer.Option(help="The one to train on; all: one model for each.")
+        str | None, typer.Option(help="Domain to train on; all: one model for each.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "--output", "-o", help="A .safetensors file, or a folder for the usual names."
-        ),
+        typer.Option("--out", "--output", "-o", help="A .safetensors file, or a folder."),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's 30.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=2, help="Instead of the recipe's 64.")
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs. Default: 30.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=2, help="Batch size. Default: 64.")] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Instead of 0.01 (transformers: 3e-5); the head's is 10 x.")
+        float | None,
+        typer.Option(help="Learning rate; 10 x for the head. Default: 0.01, transformers 3e-5."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split, the order and the crops.")] = 0,
     device: Device = None,
@@ -45,9 +42,9 @@ def train_source(
         bool, typer.Option("--skip-damaged", help="Leave out images that cannot be read.")
     ] = False,
 ) -> None:
-    """Fine-tune a network on one domain: a source model to adapt to the others.
+    """Fine-tune a network on one domain: a source model to adapt to other domains.
 
-    Written after every epoch, so Ctrl-C keeps the last one. The recipe: docs/train-source.md.
+    The file is written after every epoch: Ctrl-C keeps the last one. See docs/train-source.md.
     """
     import torch
 
@@ -78,13 +75,13 @@ def train_source(
 
 
 def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
-    """Train: a bar on a terminal, a line an epoch everywhere; Ctrl-C stops after the batch."""
+    """Train with a progress bar and a line for each epoch; Ctrl-C stops after the batch."""
     finished, stopped, started = 0, False, perf_counter()
 
     def stop(*_: object) -> None:
         nonlocal stopped
         stopped = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second time: at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one stops at once
 
     def on_batch(done: float, loss: float) -> None:
         text = f"epoch {finished + 1}/{epochs}, loss {loss:.3f}"
@@ -102,13 +99,13 @@ def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
         if stopped:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, stop)  # in the midst of a batch workers would complain
+    before = signal.signal(signal.SIGINT, stop)  # during a batch, workers would print errors
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("reading images", total=1.0)
             recipe = train(on_batch=on_batch, on_epoch=on_epoch).recipe
     except KeyboardInterrupt:
-        kept = f"{place} has the last of them" if finished else "nothing was written"
+        kept = f"{place} has the last one" if finished else "nothing was written"
         say(f"stopped after {finished} of {epochs} epochs; {kept}")
         raise typer.Exit(130) from None
     finally:

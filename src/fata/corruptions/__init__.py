@@ -1,7 +1,7 @@
 """The 19 corruptions of ImageNet-C, on batches and on any device.
 
 The order is the benchmark's: noise, blur, weather, digital; then the four extra ones, which the
-benchmark leaves for choosing settings by.
+benchmark reserves for tuning.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def corrupt(
 ) -> Tensor:
     """Corrupt images as ImageNet-C does.
 
-    What happens to an image depends on (seed, id, name, severity) alone, not on its batch.
+    The result for an image depends on (seed, id, name, severity) alone, not on its batch.
 
     Args:
         images: (B, 3, H, W) in [0, 1].
@@ -66,8 +66,8 @@ def corrupt(
             nearest.
         generator: draws the seed instead of `seed`.
         seed: of all random draws.
-        ids: a number an image; None: its place in the batch.
-        jpeg: pass the result through JPEG at quality 85, as the released files were.
+        ids: a number for each image; None: its position in the batch.
+        jpeg: compress the result as JPEG at quality 85, as the released files.
 
     Example:
         >>> import fata, torch
@@ -93,7 +93,7 @@ def corrupt(
 def unchecked(
     images: Tensor, name: str, severity: int, seed: int, ids: Iterable[int], jpeg: bool
 ) -> Tensor:
-    """As `corrupt`, of what is known to be right: it waits for no device to say so."""
+    """As `corrupt`, without checks of the images, which wait for the device."""
     rng = ImageRng.of(seed, ids, name, severity, images.device)
     settings = constants(name, severity, min(images.shape[-2:]))
     corrupted = torch.cat(
@@ -106,7 +106,7 @@ def unchecked(
 
 
 def _parts(batch: Tensor, name: str) -> tuple[Tensor, ...]:
-    """A CPU is fastest on what fits its cache, but for steps and threads that a batch shares."""
+    """A CPU is fastest on parts that fit its cache, unless a corruption works on whole batches."""
     if batch.device.type != "cpu" or name in ("glass_blur", "jpeg_compression"):
         return (batch,)
     return torch.split(batch, 8)
@@ -125,10 +125,10 @@ def _check(images: Tensor) -> None:
 
 
 def _check_range(images: Tensor) -> None:
-    """One look at all pixels, for which a GPU is waited for once."""
+    """Check all pixels; synchronises with a GPU once."""
     low, high = torch.stack(images.aminmax()).tolist() if len(images) else (0.0, 1.0)
     if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
         raise ValueError(
             f"images must be in [0, 1], found {low:.4g} to {high:.4g}: divide bytes by 255, "
-            f"corrupt before mean and std are applied, and clamp what a resize made of them."
+            f"corrupt before mean and std are applied, and clamp resized images."
         )

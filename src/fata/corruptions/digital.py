@@ -60,7 +60,7 @@ def _grid(height: int, width: int, device: torch.device) -> Tensor:
 
 
 def _affine_map(x: Tensor, jitter: float, rng: ImageRng) -> Tensor:
-    """Where each pixel comes from, (B, 2, H, W), when three points of a square are moved."""
+    """Source of each pixel, (B, 2, H, W), when three points of a square are moved."""
     height, width = x.shape[-2:]
     centre = torch.tensor([height // 2, width // 2], device=x.device, dtype=torch.float32)
     reach = min(height, width) // 3

@@ -30,7 +30,7 @@ def impulse_noise(x: Tensor, amount: float, rng: ImageRng) -> Tensor:
 
 
 def shot_noise(x: Tensor, photons: float, rng: ImageRng) -> Tensor:
-    """Poisson counts of so many photons at full brightness, of the 256 levels of an image."""
+    """Poisson noise of a number of photons at full brightness, for 256 levels of an image."""
     table = _poisson_quantiles(photons).to(x.device)
     level = (x * 255).round_().long()
     place = rng.uniform(0, 1 << _BITS, *x.shape[1:]).long()

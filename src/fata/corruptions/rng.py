@@ -1,7 +1,7 @@
-"""Random numbers that depend on an image and a purpose alone.
+"""A counter-based random generator for each image.
 
-Every number is a hash of (seed, image id, corruption, severity, purpose, position): no generator
-runs along, so the batch an image is in, its size, its order and the device do not matter.
+Every number is a hash of (seed, image id, corruption, severity, purpose, position). There is no
+running state, so the batch of an image, its size, its order and the device do not matter.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _filtered(x: Tensor, kernel: tuple[tuple[float, ...], ...], border: str) -> 
 
 
 def _moved(x: Tensor, down: int, right: int, beyond: float = 0) -> Tensor:
-    """What each pixel finds so many pixels down and to the right of it."""
+    """The image shifted up and to the left by a number of pixels."""
     if abs(down) >= x.shape[-2] or abs(right) >= x.shape[-1]:
         return torch.full_like(x, beyond)
     return F.pad(x, (-right, right, -down, down), value=beyond)

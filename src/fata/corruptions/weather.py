@@ -63,7 +63,7 @@ def snow(x: Tensor, constants: tuple[float, ...], rng: ImageRng) -> Tensor:
 
 
 def frost(x: Tensor, constants: tuple[float, float], rng: ImageRng) -> Tensor:
-    """Ice on the lens: a piece of an image of frost laid over the image."""
+    """Ice on the lens: a random crop of a frost texture is added to the image."""
     kept, laid = constants
     height, width = x.shape[-2:]
     textures = frost_textures(_frost_folder(), height, width, str(x.device))
@@ -79,7 +79,7 @@ def frost(x: Tensor, constants: tuple[float, float], rng: ImageRng) -> Tensor:
 
 
 def frost_source() -> str:
-    """Where the images of frost come from: the package that carries them, or `procedural`."""
+    """Origin of the frost textures: the package that has them, or `procedural`."""
     return "procedural" if _frost_folder() is None else "imagecorruptions-imaug"
 
 
@@ -94,15 +94,15 @@ def _frost_folder() -> Path | None:
 
 @cache
 def frost_textures(folder: Path | None, height: int, width: int, device: str) -> list[Tensor]:
-    """Images of frost, (3, H, W) in [0, 1], a little larger than the images.
+    """Frost textures, (3, H, W) in [0, 1], a little larger than the images.
 
-    Without a folder they are grown. The published sets shrink them to 0.2 for 32 pixels and to 0.3
-    for 64, and use five of the six.
+    Without a folder they are procedural. The published sets shrink them to 0.2 for 32 pixels and
+    to 0.3 for 64, and use five of the six.
     """
     side = max(height, width)
     scale = 0.2 if side <= 45 else 0.3 if side <= 120 else 1.0
     if folder is None:
-        textures = list(_grown_frost(512))
+        textures = list(_procedural_frost(512))
     else:
         textures = [_read(file) for file in sorted(folder.glob("frost[1-5].*"))]
     return [_at_least(texture, scale, height + 1, width + 1).to(device) for texture in textures]
@@ -118,20 +118,20 @@ def _read(file: Path) -> Tensor:
 
 
 def _at_least(texture: Tensor, scale: float, height: int, width: int) -> Tensor:
-    """The image at a scale, or larger where it would not cover an image."""
+    """The texture at a scale, or larger if it would not cover an image."""
     scale = max(scale, height / texture.shape[1], width / texture.shape[2])
     size = [math.ceil(scale * side) for side in texture.shape[1:]]
     return F.interpolate(texture[None], size, mode="bilinear")[0]
 
 
-# The light of each of the five images and its deviation.
+# Mean brightness of each of the five photographs, and its standard deviation.
 _LIGHT = (0.51, 0.08), (0.81, 0.09), (0.81, 0.09), (0.60, 0.11), (0.48, 0.17)
 
 
-def _grown_frost(size: int) -> Tensor:
-    """Frost without an image, (5, 3, size, size): patches of needles, as bright as the images.
+def _procedural_frost(size: int) -> Tensor:
+    """Procedural frost textures, (5, 3, size, size): patches of needles, as bright as photographs.
 
-    A cloud says which way the needles of a patch point, so that they branch like ferns.
+    A plasma cloud gives the direction of the needles of a patch, so that they branch like ferns.
     """
     rng = ImageRng.of(0, range(len(_LIGHT)), "frost", 0, torch.device("cpu"))
     light, depth = torch.tensor(_LIGHT).view(-1, 2, 1, 1, 1).unbind(1)

@@ -37,7 +37,7 @@ def read(folder: Path, split: str = "test") -> tuple[Tensor, Tensor]:
         raise DataError(
             f"no CIFAR-10 in {folder}: expected the python version's files ({_PARTS[split][0]}, "
             f"...) or PNG files ({_PARTS[split][0]}.png, ...), there or in cifar-10-batches-py/. "
-            f"download=True (--download) fetches the former."
+            f"download=True (--download) downloads the former."
         )
     if missing := [file for file in files if not file.exists()]:
         raise DataError(f"CIFAR-10 is not complete: {missing[0]} is missing.")
@@ -147,7 +147,7 @@ def dataset(spec: str, folder: Path, jpeg: bool) -> Dataset:
 
 
 def corrupted(spec: str, folder: Path) -> Dataset:
-    """CIFAR-10-C: a file a corruption, five severities after each other; whatever is there."""
+    """CIFAR-10-C: one file for each corruption, five severities in it; some may be missing."""
     names = [name for name in BY_NAME if (folder / f"{name}.npy").exists()]
     known = folder / "labels.npy"
     if not names or not known.exists():
@@ -177,7 +177,7 @@ def corrupted(spec: str, folder: Path) -> Dataset:
 
 
 def download(folder: Path) -> None:
-    """Fetch the python version through torchvision, unless CIFAR-10 is there."""
+    """Download the python version with torchvision, unless CIFAR-10 is there."""
     if all(_find(folder, split) for split in _PARTS):
         return
     try:
@@ -188,13 +188,13 @@ def download(folder: Path) -> None:
         CIFAR10(str(folder), download=True)
     except Exception as error:  # whatever the network does
         raise DataError(
-            f"CIFAR-10 cannot be downloaded to {folder}: {error}. Put the files there by hand; "
-            f"docs/data.md says which."
+            f"CIFAR-10 cannot be downloaded to {folder}: {error}. Put the files there yourself; "
+            f"docs/data.md lists them."
         ) from error
 
 
 def _checked(file: Path, labels: Tensor, images: int) -> Tensor:
-    """The labels of a file, if they are what they should be."""
+    """The labels of a file, validated."""
     if labels.shape != (images,) or labels.is_floating_point():
         raise DataError(f"{file}: expected {images:,} labels, one an image, all whole numbers.")
     if images == 0 or labels.min() < 0 or labels.max() >= len(CLASSES):
@@ -203,7 +203,7 @@ def _checked(file: Path, labels: Tensor, images: int) -> Tensor:
 
 
 def _reading(file: Path, how: Callable[[], Any]) -> Any:
-    """What reading a file gives; a file that cannot be read is named."""
+    """Read a file; an error names it."""
     try:
         return how()
     except DataError:

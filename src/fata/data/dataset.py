@@ -1,4 +1,4 @@
-"""What a model meets: images with labels, in one or more domains."""
+"""Data sets: images with labels, in one or more domains."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ class ImageSource(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """The class of each."""
+        """The class of each image."""
 
     def read(self, index: int) -> Tensor:
         """One image, (3, H, W), bytes."""
 
     def name(self, index: int) -> str:
-        """What the image is called, for errors."""
+        """The image's name, for errors."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal images, wherever they lie."""
+        """Equal for equal images, wherever they are stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,14 +108,14 @@ class Dataset:
 
     spec: str
     classes: tuple[str, ...]
-    domains: tuple[Domain, ...]  # what can be met, in the benchmark's order
+    domains: tuple[Domain, ...]  # in the benchmark's order
     source: Callable[[Domain], ImageSource]
     made: bool = False  # corruptions are made here
     jpeg: bool = False  # ... and go through JPEG, as the released files did
     _opened: dict[Domain, ImageSource] = field(default_factory=dict, repr=False)
 
     def of(self, domain: Domain) -> ImageSource:
-        """The images of a domain, before any corruption that is made."""
+        """The images of a domain, before any corruption made on the fly."""
         if domain not in self.domains:
             raise DataError(self._unknown(domain))
         if domain not in self._opened:
@@ -123,12 +123,12 @@ class Dataset:
         return self._opened[domain]
 
     def hold(self, sources: Mapping[Domain, ImageSource]) -> None:
-        """Have these images at hand, and let go of others."""
+        """Keep these images open, and release others."""
         self._opened.clear()
         self._opened.update(sources)
 
     def finish(self, pixels: Tensor, domain: Domain, ids: Sequence[int]) -> Tensor:
-        """Corrupt pixels in [0, 1] where the corruption is not on the disk already."""
+        """Corrupt pixels in [0, 1], unless the corruption is on the disk already."""
         if not self.made or domain.severity is None:
             return pixels
         return unchecked(pixels, domain.name, domain.severity, 0, ids, self.jpeg)
@@ -148,7 +148,7 @@ class Dataset:
         return wanted
 
     def fingerprint(self, domains: Iterable[Domain]) -> str:
-        """Equal where the images of these domains are; asks for the size of every file."""
+        """Equal for equal images of these domains; reads the size of every file."""
         digests = {str(domain): self.of(domain).digest for domain in domains}
         if self.made:
             return self.of(Domain(CLEAN)).digest
@@ -156,7 +156,7 @@ class Dataset:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """What a result should be kept with, beside the fingerprint of what came."""
+        """What to store with a result, apart from the fingerprint of the images."""
         facts = {"data": self.spec}
         if self.made:
             facts["corruptions"] = f"made, {'through JPEG 85' if self.jpeg else 'no JPEG'}"
@@ -176,7 +176,7 @@ class Dataset:
 
 
 def data_name(spec: str) -> str:
-    """What data is called wherever it lies: its kind, or the folder's own name."""
+    """The name of data without its path: its kind, or the folder's own name."""
     kind, _, folder = spec.partition(":")
     return Path(folder).expanduser().resolve().name if kind == "folder" else kind
 
@@ -192,12 +192,12 @@ def _digest(*parts: bytes | memoryview) -> str:
 def _size(file: str) -> int:
     try:
         return os.stat(file).st_size
-    except OSError:  # reading it will say what is wrong
+    except OSError:  # reading it will raise
         return -1
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """As torchvision reads folders: EXIF turns nothing. But 16-bit grey is scaled, not clipped."""
+    """As torchvision's folders: EXIF orientation is ignored. 16-bit grey is scaled, not clipped."""
     from PIL import Image
 
     if image.mode.startswith("I"):

@@ -40,7 +40,7 @@ def imagenet(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
 
 
 def imagenet_c(spec: str, folder: Path, view: View) -> Dataset:
-    """The released layout, `corruption/severity/synset/image`, whatever of it is there."""
+    """The released layout, `corruption/severity/synset/image`; parts may be missing."""
     synsets = _synsets()
     places = {
         Domain(corruption.name, int(severity.name)): severity
@@ -154,7 +154,7 @@ def _files(folder: Path, labels: Mapping[str, int], view: View) -> ImageFiles:
 
 
 def ignored_files(source: ImageFiles) -> Iterator[str]:
-    """What lies beside images or their folders and is not read, but for hidden files."""
+    """Files and folders that are not read, apart from hidden ones."""
     used = set(source.paths)
     classes = {path.partition("/")[0] for path in used}
     for name, _ in _listing(source.folder):
@@ -172,7 +172,7 @@ def _synset_folders(folder: Path, synsets: Mapping[str, int]) -> dict[str, int]:
     if not labels:
         raise DataError(
             f"no ImageNet images in {folder}: expected a folder a synset, such as n01440764/; "
-            f"found {_found(folder)}. Validation images that lie in one folder must be sorted "
+            f"found {_found(folder)}. Validation images in one folder must be sorted "
             f"into those first."
         )
     return labels
@@ -202,9 +202,9 @@ def _found(folder: Path) -> str:
 
 
 def _listing(folder: Path) -> list[tuple[str, bool]]:
-    """Names in a folder in order, but for hidden ones, and whether each is a folder."""
+    """Names in a folder in order, without hidden ones, and whether each is a folder."""
     try:
         with os.scandir(folder) as entries:
             return sorted((e.name, e.is_dir()) for e in entries if not e.name.startswith("."))
     except OSError as error:
-        raise DataError(f"cannot look into {folder}: {error.strerror}.") from error
+        raise DataError(f"cannot list {folder}: {error.strerror}.") from error

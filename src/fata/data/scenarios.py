@@ -1,4 +1,4 @@
-"""Scenarios: in which order a model meets its domains, and when it starts anew.
+"""Scenarios: the order of domains and images, and when the model is reset.
 
 A scenario yields segments; a batch never crosses from one into the next.
 """
@@ -20,7 +20,7 @@ from fata.data.label_shift import label_shift
 
 
 def default_batch(scenario: str) -> int:
-    """How many images come at a time, if nobody says."""
+    """The batch size if none is given."""
     return 1 if scenario == "bs1" else 64
 
 
@@ -29,7 +29,7 @@ class Segment:
     """Some images of some domains, in order."""
 
     domains: tuple[Domain, ...]
-    place: np.ndarray  # which of them each image is of
+    place: np.ndarray  # which of the domains each image is from
     index: np.ndarray  # which image of it
     reset: bool  # start from the source model
 
@@ -41,7 +41,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class DomainSampler:
-    """The domains to be met, and draws that depend on (seed, data, key) alone."""
+    """The domains of a stream, and random draws that depend on (seed, data, key) alone."""
 
     dataset: Dataset
     names: Sequence[str] | None
@@ -51,11 +51,11 @@ class DomainSampler:
 
     @cached_property
     def domains(self) -> list[Domain]:
-        """At the severity asked for."""
+        """The domains at the given severity."""
         return self.dataset.named(self.names, self.severity)
 
     def members(self, domain: Domain) -> np.ndarray:
-        """Images of a domain; where only some are wanted, the same ones for every seed."""
+        """Indices of a domain's images; a subset is the same for every seed."""
         labels = self.dataset.of(domain).labels
         if self.images is None:
             return np.arange(len(labels))
@@ -63,21 +63,21 @@ class DomainSampler:
         return np.sort(chosen)
 
     def labels(self, domain: Domain) -> np.ndarray:
-        """Of the members, counted through: 0, 1, ... for the classes that have any."""
+        """Labels of the members, renumbered 0, 1, ... over the classes that occur."""
         labels = self.dataset.of(domain).labels.numpy()[self.members(domain)]
         return np.unique(labels, return_inverse=True)[1]
 
     def generator(self, domain: Domain, key: str) -> np.random.RandomState:
-        """For the draws of one domain."""
+        """For the random draws of one domain."""
         return _generator(self.dataset.of(domain).labels, f"{self.seed}/{domain}/{key}")
 
     def shuffled(self, domain: Domain, key: str = "") -> np.ndarray:
-        """Images of a domain in a random order."""
+        """Indices of a domain's images in random order."""
         return self.generator(domain, key).permutation(self.members(domain))
 
 
 def normal(sampler: DomainSampler) -> Iterator[Segment]:
-    """One domain after another, shuffled; the model starts anew at each."""
+    """One domain after another, shuffled; the model is reset at each."""
     for domain in sampler.domains:
         yield Segment.of(domain, sampler.shuffled(domain), reset=True)
 
@@ -107,13 +107,13 @@ def mixed(sampler: DomainSampler) -> Iterator[Segment]:
 
 
 def continual(sampler: DomainSampler) -> Iterator[Segment]:
-    """One domain after another without a new start."""
+    """One domain after another without a reset."""
     for number, segment in enumerate(normal(sampler)):
         yield replace(segment, reset=number == 0)
 
 
 def gradual(sampler: DomainSampler) -> Iterator[Segment]:
-    """Without a new start, severities go 1, 2, ... up to the one asked for, and down to 1 again."""
+    """Without a reset, severities go 1, 2, ... up to the given one and down to 1 again."""
     for place, domain in enumerate(sampler.domains):
         if domain.severity is None:
             raise DataError(
@@ -127,7 +127,7 @@ def gradual(sampler: DomainSampler) -> Iterator[Segment]:
 
 
 def recurring(sampler: DomainSampler, *, rounds: int = 10) -> Iterator[Segment]:
-    """The sequence again and again without a new start, each time in another order."""
+    """The sequence several times without a reset, each time in another order."""
     if not isinstance(rounds, int) or rounds < 1:
         raise DataError(f"recurring(rounds={rounds!r}): must be a whole number, at least 1.")
     for turn in range(rounds):
@@ -175,6 +175,6 @@ SCENARIOS: dict[str, Callable[..., Iterator[Segment]]] = {
 
 
 def _generator(labels: Tensor, key: str) -> np.random.RandomState:
-    """Whose numbers never change from one version of NumPy to another."""
+    """The legacy generator: its numbers are the same in every version of NumPy."""
     content = hashlib.sha256(f"{key}/".encode() + labels.numpy().tobytes())
     return np.random.RandomState(np.frombuffer(content.digest(), dtype=np.uint32))

@@ -1,4 +1,4 @@
-"""What is in a data set, and whether every image of it can be read."""
+"""The contents of a data set, and whether every image can be read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class DomainSize(NamedTuple):
 
 
 def on_disk(dataset: Dataset) -> tuple[Domain, ...]:
-    """Domains whose images are there, not made."""
+    """Domains with images on the disk, not made on the fly."""
     return dataset.domains[:1] if dataset.made else dataset.domains
 
 
 def domain_sizes(dataset: Dataset) -> list[DomainSize]:
-    """How many images there are, by the name of the domain."""
+    """Number of images by the name of the domain."""
     table: dict[str, DomainSize] = {}
     for name, severity in on_disk(dataset):
         images = len(dataset.of(Domain(name, severity)).labels)
@@ -42,14 +42,14 @@ def ignored_files(dataset: Dataset) -> list[str]:
     sources = (dataset.of(domain) for domain in on_disk(dataset))
     return [
         path
-        for one in sources
-        if isinstance(one, ImageFiles)
-        for path in folders.ignored_files(one)
+        for source in sources
+        if isinstance(source, ImageFiles)
+        for path in folders.ignored_files(source)
     ]
 
 
 def read_all(dataset: Dataset, workers: int | None = None) -> Iterator[tuple[int, list[str]]]:
-    """Reads every image: how many at a time, and what is wrong with some of them."""
+    """Read every image; yields the size of each batch and its errors."""
     sources = [dataset.of(domain) for domain in on_disk(dataset)]
     spans = [
         (place, range(first, min(first + _BATCH, len(source.labels))))

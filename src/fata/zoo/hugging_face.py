@@ -15,7 +15,7 @@ from fata.zoo.preprocess import Preprocess
 
 
 def load(identity: str) -> Loaded:
-    """The classifier of a hub's id or of a folder; its answers have the logits in `.logits`."""
+    """The classifier of a hub's id or of a folder; its output has the logits in `.logits`."""
     name = f"hf:{identity}"
     folder = Path(identity).expanduser()
     local = folder.is_dir()
@@ -53,7 +53,7 @@ def load(identity: str) -> Loaded:
 
 
 def _preprocess(name: str, processor: Any) -> Preprocess:
-    """What a processor does, read off its settings, and tried: each model writes them its way."""
+    """The preprocessing in a processor's settings, verified on an image: settings vary by model."""
     from PIL import Image
 
     try:

@@ -1,4 +1,4 @@
-"""From an image to what a network takes: resize, centre crop, normalise."""
+"""Preprocessing of images: resize, centre crop, normalise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Preprocess:
     squash: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no image can be brought to."""
+        """Raise for impossible sizes, modes or statistics."""
         if self.resize < 1 or self.size < 1:
             raise ValueError(
                 f"Preprocess(resize={self.resize!r}, size={self.size!r}): give lengths in pixels."
@@ -66,21 +66,21 @@ class Preprocess:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Preprocess:
-        """The preprocessing whose fields came out of JSON."""
+        """The preprocessing with fields from JSON."""
         return cls(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
 
     def pixels(self, image: Image.Image) -> Tensor:
-        """The middle of a resized image, as (3, size, size) in [0, 1]."""
+        """Resized and cropped pixels, (3, size, size) in [0, 1]."""
         return torch.from_numpy(np.array(self.view(image))).permute(2, 0, 1).float().div(255)
 
     def view(self, image: Image.Image) -> Image.Image:
-        """The same, still an image."""
+        """The same as a Pillow image."""
         return self._middle(self._resized(as_rgb(image), self.resize, self.squash))
 
     def crop(self, image: Image.Image) -> Image.Image:
-        """The middle of an image that has its scale already, such as ImageNet-C's.
+        """Centre crop of an image that is resized already, such as ImageNet-C's.
 
-        Only one smaller than `size` is resized.
+        An image smaller than `size` is resized.
         """
         image = as_rgb(image)
         if min(image.size) < self.size:
@@ -88,7 +88,7 @@ class Preprocess:
         return self._middle(image)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """What the network takes, of pixels (B, 3, H, W) in [0, 1]."""
+        """The network's input, from pixels (B, 3, H, W) in [0, 1]."""
         return Pixels(self.mean, self.std).back(pixels)
 
     def _resized(self, image: Image.Image, side: int, squash: bool) -> Image.Image:
@@ -109,5 +109,5 @@ class Preprocess:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB; itself where it is, for Pillow would copy it."""
+    """The image in RGB; an RGB image is not copied."""
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,6 +1,6 @@
-"""Architectures of timm, of torchvision and of our own, with the weights that they are known by.
+"""Architectures of timm, torchvision and our own, and their pretrained weights.
 
-To resolve a name needs no network: tag, preprocessing and address are in the libraries.
+Resolving a name needs no internet: tag, preprocessing and URL are in the libraries.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ PAPER = {
 
 
 class Architecture(Protocol):
-    """A network that a file of weights may be for."""
+    """A network that can be built untrained."""
 
     tag: str
 
     @property
     def preprocess(self) -> Preprocess:
-        """What it is trained for."""
+        """What it was trained with."""
 
     def build(self, classes: int) -> nn.Module:
         """The network, untrained."""
 
 
 def architecture(name: str) -> Architecture:
-    """The network that a file's name ends in, after the colon."""
+    """The network named after the colon of a file's name."""
     name = PAPER.get(name, name)
     library, _, rest = name.rpartition(":")
     if library == "torchvision":
@@ -53,11 +53,11 @@ def architecture(name: str) -> Architecture:
 
 
 class Timm:
-    """A network of timm, as `NAME.TAG`; or `NAME` alone, where that is clear.
+    """A network of timm, as `NAME.TAG`; or `NAME` alone, if it is unambiguous.
 
     Args:
         name: with the tag, or without.
-        weights: whether timm's weights are wanted; else the network alone, whose tags need only
+        weights: whether timm's weights are wanted; without them, all tags of the name need only
             agree on mean and std.
     """
 
@@ -70,7 +70,7 @@ class Timm:
         name = _pick("timm", name, {one: _timm_preprocess(one) for one in known}, weights)
         cfg: Any = timm.get_pretrained_cfg(name)
         if weights and not cfg.num_classes:
-            raise ZooError(f"timm:{name} has no classifier, so nothing to adapt by.")
+            raise ZooError(f"timm:{name} has no classifier, so it cannot be adapted.")
         self.name, self.tag, self.classes = name, f"timm:{name}", cfg.num_classes
         self.preprocess = _timm_preprocess(name)
         self.hub, self.origin = cfg.hf_hub_id, cfg.hf_hub_id or cfg.url
@@ -81,7 +81,7 @@ class Timm:
         return model
 
     def pretrained(self) -> nn.Module:
-        """The network with its weights, downloaded where they are not here."""
+        """The network with its weights, downloaded if they are not cached."""
         by_hand = hub_instructions if self.hub else url_instructions
         with downloading(self.tag, by_hand(self.origin, self.tag)):
             (check_hub if self.hub else check_url)(self.origin)
@@ -104,7 +104,7 @@ class Torchvision:
         first = next(iter(every))
         enum = every.get(name, every[first])
         if weights and not enum.meta["categories"]:
-            raise ZooError(f"torchvision:{name} has no classifier, so nothing to adapt by.")
+            raise ZooError(f"torchvision:{name} has no classifier, so it cannot be adapted.")
         self.arch, self.weights, self.tag = arch, enum, f"torchvision:{name}"
         self.preprocess = uses.get(name, uses[first])
         self.classes, self.origin = len(enum.meta["categories"] or ()), enum.url
@@ -112,13 +112,13 @@ class Torchvision:
     def build(self, classes: int) -> nn.Module:
         """The network, untrained."""
         models = _library("torchvision.models")
-        # With weights, these two undo ImageNet's normalisation inside: so must a file's network.
+        # With weights, these two undo ImageNet's normalisation: so must a network for a file.
         own = {"transform_input": True} if self.arch in ("inception_v3", "googlenet") else {}
         model: nn.Module = models.get_model(self.arch, weights=None, num_classes=classes, **own)
         return model
 
     def pretrained(self) -> nn.Module:
-        """The network with its weights, downloaded where they are not here."""
+        """The network with its weights, downloaded if they are not cached."""
         models = _library("torchvision.models")
         with downloading(self.tag, url_instructions(self.origin, self.tag)):
             check_url(self.origin)
@@ -134,7 +134,7 @@ class Mini:
 
     @property
     def preprocess(self) -> Preprocess:
-        """Unknown: it is in the files that we write."""
+        """Unknown: only files that we write have it."""
         raise ZooError(
             f"a file for {self.tag!r} must carry its preprocessing: write it with "
             f"fata.zoo.checkpoint.save."
@@ -146,7 +146,7 @@ class Mini:
 
 
 def resolve(name: str) -> Timm | Torchvision | None:
-    """The weights that a name stands for; None: those of neither library."""
+    """The pretrained network of timm or torchvision that a name stands for, or None."""
     library, _, rest = PAPER.get(name, name).partition(":")
     kinds: dict[str, type[Timm] | type[Torchvision]] = {"timm": Timm, "torchvision": Torchvision}
     return kinds[library](rest) if library in kinds else None
@@ -189,7 +189,7 @@ def _timm_preprocess(name: str) -> Preprocess:
     if channels != 3 or height != width or cfg.crop_mode not in ("center", "squash"):
         raise ZooError(
             f"timm:{name} takes {channels} x {height} x {width} images in crop mode "
-            f"{cfg.crop_mode!r}; only square RGB images, 'center' or 'squash', are known here."
+            f"{cfg.crop_mode!r}; only square RGB images, 'center' or 'squash', are supported."
         )
     resize, squash = math.floor(height / cfg.crop_pct), cfg.crop_mode == "squash"
     return Preprocess(resize, height, cfg.interpolation, tuple(cfg.mean), tuple(cfg.std), squash)
@@ -204,8 +204,8 @@ def _torchvision_preprocess(weights: Any) -> Preprocess:
 def _pick(library: str, name: str, uses: Mapping[str, Preprocess], weights: bool) -> str:
     """The full name that a name stands for.
 
-    Where no weights of the library are wanted, a name alone will do, unless its tags expect
-    different pixels: a wrong mean is never noticed.
+    Without the library's weights a name alone suffices, unless its tags expect different mean and
+    std: a wrong mean would go unnoticed.
     """
     choice = " or ".join(f"'{library}:{one}'" for one in uses)
     if name in uses:

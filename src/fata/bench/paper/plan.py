@@ -1,4 +1,4 @@
-"""What is run for each table and figure of the paper, and on which data."""
+"""The cells of each table and figure of the paper, and their data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fata.data.folders import OFFICE_HOME
 CORRUPTIONS = NAMES
 DOMAINS = tuple(dict.fromkeys(OFFICE_HOME.values()))
 
-# What the networks in the package stand in for, and where these have what the others call so.
+# Networks of the package in place of the paper's, and their name of the layer.
 STAND_INS = {
     "resnet50_bn": "mini_resnet_bn",
     "resnet50_gn": "mini_resnet_gn",
@@ -28,7 +28,7 @@ STAND_INS = {
 }
 _STEM = {"layer=maxpool": "layer=bn1"}
 _SMALL = ("embedded", "cifar10", "cifar10-c")
-_PUBLISHED = {"vit_base": "vit_base@sar"}  # under which protocol the paper's numbers were made
+_PUBLISHED = {"vit_base": "vit_base@sar"}  # the protocol of the paper's numbers
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class DataPaths:
 
 
 class TableCell(NamedTuple):
-    """A cell, and where it stands in the table."""
+    """A cell, and its place in the paper's table."""
 
     row: str
     part: str  # a corruption, or a shift such as `Art to Clipart`
@@ -71,7 +71,7 @@ def experiment(name: str) -> Experiment:
 
 
 def plan(one: Experiment, given: DataPaths, seeds: int = 1, images: int | None = None) -> Plan:
-    """The cells of an experiment; refuses data that is not for it."""
+    """The cells of an experiment; raises `GridError` for data that is not for it."""
     folders = (given.imagenet_c, given.imagenet, given.office_home)
     if given.data is not None and any(folders):
         raise GridError(f"--data {given.data} is instead of other data: give it alone.")

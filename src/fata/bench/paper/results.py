@@ -1,4 +1,4 @@
-"""What the records of an experiment say, beside what the paper says."""
+"""The results of an experiment, and the paper's numbers for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gather(plan: Plan, store: Store, runner: CellRunner) -> RecordsByPart:
 def side_by_side(
     one: Experiment, plan: Plan, found: RecordsByPart, runner: CellRunner
 ) -> SideBySide:
-    """What an experiment came to, beside the paper's numbers."""
+    """The results of an experiment next to the paper's numbers."""
     if one.name in _READERS:
         rows = _READERS[one.name](one, found)
     else:
@@ -84,7 +84,7 @@ def hyperparameters() -> SideBySide:
 
 
 def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
-    """Of each row, on the network that is run, as the paper counts; where its table has them."""
+    """GMACs of each row by the paper's rule, if its table has them."""
     if GMACS not in one.numbers.columns:
         return {}
     model = plan.cells[0].cell.model
@@ -97,7 +97,7 @@ def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
 
 
 def _accuracies(one: Experiment, found: RecordsByPart, costs: Mapping[str, float]) -> Rows:
-    """Accuracy of each part, where the paper has parts, and over all of them."""
+    """Accuracy of each part, if the paper has parts, and the mean of all parts."""
     overall = [column for column in one.numbers.columns if column in _OVERALL]
     detailed = len(overall) < len(one.numbers.columns)
     averages = {row: _over(parts.values()) for row, parts in found.items()}
@@ -158,7 +158,7 @@ def _grouped(one: Experiment, found: RecordsByPart) -> Rows:
 
 
 def _over_time(one: Experiment, found: RecordsByPart) -> Rows:
-    """The supplement's figure: accuracy of outputs and pseudo-labels as the stream goes on."""
+    """The supplement's figure: accuracy of outputs and pseudo-labels over the stream."""
     curves = [record.result["curve"] for record in _all(found)]
     outputs = [curve["accuracy"] for curve in curves]
     labels = [curve["pseudo_labels"]["fata"] for curve in curves]

@@ -1,4 +1,4 @@
-"""Numbers of the paper and ours in one table, as text."""
+"""The paper's numbers and ours side by side, as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DOMAINS = {"Art": "Ar", "Clipart": "Cl", "Product": "Pr", "Real World": "Rw"}
 
 
 class Pair(NamedTuple):
-    """A number of the paper and ours, each where it is known."""
+    """A number of the paper and ours; None if unknown."""
 
     paper: float | None
     ours: float | None
@@ -28,12 +28,12 @@ class Pair(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's."""
+        """Ours minus the paper's."""
         return None if self.paper is None or self.ours is None else self.ours - self.paper
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """The paper's, ours and the difference; a dagger where one class took over."""
+        """The paper's, ours and the difference; a dagger marks a collapse."""
         signed = self.form.replace(":", ":+")
         dagger = "†" if self.collapsed and self.ours is not None else ""
         return (
@@ -51,7 +51,7 @@ class SideBySide:
         title: what it shows.
         columns: their names.
         rows: pairs by row and column.
-        notes: what must be known to compare.
+        notes: what a reader must know to compare.
     """
 
     title: str

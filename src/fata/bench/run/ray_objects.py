@@ -50,7 +50,7 @@ class DecodedImages:
 
 
 def decode(source: ImageSource, indices: Tensor, digest: str, workers: int | None) -> DecodedImages:
-    """Read some images of a source; broken ones are recorded."""
+    """Read some images of a source; broken ones are listed."""
     parts = torch.split(indices, _BATCH)
     rows = ([(0, index) for index in part.tolist()] for part in parts)
     decoded = read([source], rows, len(parts), torch.device("cpu"), workers)

@@ -88,7 +88,7 @@ def batches(
     with closing(decoded):
         for (first, last, starts), (images, broken) in zip(stream.spans, decoded, strict=True):
             if not skip_damaged:
-                refuse(broken)
+                raise_if_damaged(broken)
             reset |= starts
             damaged += broken.values()
             if len(broken) == last - first:
@@ -196,7 +196,7 @@ def _received(loader: Iterator[Sent], slots: SharedBatches | None, device: torch
         getattr(loader, "_shutdown_workers", bool)()  # torch waits for the last reference
 
 
-def refuse(broken: Broken) -> None:
+def raise_if_damaged(broken: Broken) -> None:
     """Raise an error that names the first damaged image, if there is one."""
     for why in broken.values():
         raise DataError(

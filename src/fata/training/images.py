@@ -16,7 +16,7 @@ from torch import Tensor
 from fata._text import listed, near
 from fata.data.dataset import Dataset, Domain, ImageFiles
 from fata.data.errors import DataError
-from fata.data.serve import intact_rows, read, refuse
+from fata.data.serve import intact_rows, read, raise_if_damaged
 from fata.training.recipe import Recipe
 from fata.zoo.preprocess import Preprocess
 
@@ -137,7 +137,7 @@ def served(
     with closing(read(plan.sources, rows, len(plan.batches), device, workers)) as decoded:
         for (_, index), (pixels, broken) in zip(plan.batches, decoded, strict=True):
             if not skip_damaged:
-                refuse(broken)
+                raise_if_damaged(broken)
             damaged.update(dict.fromkeys(broken.values()))
             whole = intact_rows(broken, len(index))
             labels = plan.labels[index[whole] % len(plan.labels)]

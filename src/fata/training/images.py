@@ -16,7 +16,7 @@ from torch import Tensor
 from fata._text import listed, near
 from fata.data.dataset import Dataset, Domain, ImageFiles
 from fata.data.errors import DataError
-from fata.data.serve import intact_rows, read, raise_if_damaged
+from fata.data.serve import intact_rows, raise_if_damaged, read
 from fata.training.recipe import Recipe
 from fata.zoo.preprocess import Preprocess
 

@@ -514,7 +514,7 @@ RAYJOB = fields(
 
 @pytest.fixture(scope="module")
 def page():
-    return (Path(__file__).parents[1] / "docs" / "ray.md").read_text()
+    return (Path(__file__).parents[3] / "docs" / "ray.md").read_text()
 
 
 @pytest.fixture(scope="module")

@@ -644,7 +644,7 @@ def test_provenance_asks_no_file(imagenet_c):
 
 def test_the_snippets_of_the_docs_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for code in snippets:
         exec(compile(code, "docs/data.md", "exec"), {})

@@ -73,7 +73,7 @@ class ProgressDisplay:
         self.failures.append((task.cell, why))
         self._over(task)
 
-    def staffed(self, workers: Mapping[str, Task | None]) -> None:
+    def workers_changed(self, workers: Mapping[str, Task | None]) -> None:
         """Show the number of workers; remember the cell of each."""
         self._workers = {task.key: name for name, task in workers.items() if task is not None}
         count = "1 worker" if len(workers) == 1 else f"{len(workers)} workers"

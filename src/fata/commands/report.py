@@ -30,7 +30,7 @@ def report(
     ] = None,
 ) -> None:
     """Write tables like the paper's, curves and histograms to one self-contained page."""
-    from fata.bench.report.formats import COMMA_HEAD, FORMATS
+    from fata.bench.report.formats import CSV_HEADER, FORMATS
     from fata.bench.report.tables import comparisons
     from fata.bench.store import Store, StoreError
 
@@ -55,7 +55,7 @@ def report(
 
         content, output = page(tables), output or Path("report.html")
     else:
-        content = (COMMA_HEAD if kind == "csv" else "") + "\n".join(map(FORMATS[kind], tables))
+        content = (CSV_HEADER if kind == "csv" else "") + "\n".join(map(FORMATS[kind], tables))
     if output is None:
         print(content, end="")
         return

@@ -55,12 +55,12 @@ def train_source(
     where = chosen_device(device)
     try:
         dataset = open_data(data)
-        places = training.places(dataset, domain, model, output)
+        output_files = training.output_files(dataset, domain, model, output)
         loaded = zoo.load(model)
         recipe = training.Recipe.suiting(
             loaded.model, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed
         )
-        for name, place in places.items():
+        for name, place in output_files.items():
             say(
                 f"{name}: {loaded.name} on {where}, {recipe.optimizer} at {recipe.lr:g}, batches "
                 f"of {recipe.batch_size}"

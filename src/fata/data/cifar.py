@@ -117,7 +117,7 @@ class _Array:
         self.values = values.reshape(shape, order="F" if fortran else "C")
 
 
-class _Kind:
+class _Dtype:
     def __init__(self, name: str | bytes, *_: object) -> None:
         if name not in ("u1", b"u1"):
             raise pickle.UnpicklingError(f"an array of {name!r}; expected bytes, 'u1'")
@@ -125,7 +125,7 @@ class _Kind:
     def __setstate__(self, state: object) -> None: ...
 
 
-def _array_of(content: bytes, kind: _Kind, shape: tuple[int, ...], order: str) -> _Array:
+def _array_of(content: bytes, kind: _Dtype, shape: tuple[int, ...], order: str) -> _Array:
     """As arrays are written since Python 3.8."""
     array = _Array()
     array.__setstate__((1, shape, kind, order == "F", content))
@@ -137,7 +137,7 @@ def _encode(text: str, _: str) -> bytes:
     return text.encode("latin1")
 
 
-_STAND_INS = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Kind, "_frombuffer": _array_of}
+_STAND_INS = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Dtype, "_frombuffer": _array_of}
 
 
 def dataset(spec: str, folder: Path, jpeg: bool) -> Dataset:

@@ -33,7 +33,7 @@ MOST = 16  # images that are decoded at a time by default,
 PROCESSES = 8  # in at most so many workers: forking a large process takes some 50 ms
 
 
-class Order(Protocol):
+class StreamOrder(Protocol):
     """The part of a stream that serving needs."""
 
     @property
@@ -79,7 +79,7 @@ class Samples:
 
 
 def batches(
-    stream: Order, decoded: Decoded, device: torch.device, skip_damaged: bool
+    stream: StreamOrder, decoded: Decoded, device: torch.device, skip_damaged: bool
 ) -> Iterator[Samples]:
     """Every batch of a stream; one without an intact image is left out."""
     held: Samples | None = None  # until it is known whether only damaged images follow
@@ -111,7 +111,7 @@ def batches(
     yield replace(held, damaged=(*held.damaged, *damaged))
 
 
-def live(stream: Order, device: torch.device, workers: int | None) -> Decoded:
+def live(stream: StreamOrder, device: torch.device, workers: int | None) -> Decoded:
     """Images in [0, 1] on the device, decoded and corrupted live; starts at once."""
     sources = [stream.dataset.of(domain) for domain in stream.domains]
     spans = stream.spans
@@ -119,7 +119,7 @@ def live(stream: Order, device: torch.device, workers: int | None) -> Decoded:
     return _finished(stream, read(sources, rows, len(spans), device, workers))
 
 
-def _finished(stream: Order, decoded: Decoded) -> Decoded:
+def _finished(stream: StreamOrder, decoded: Decoded) -> Decoded:
     with closing(decoded):
         for (first, last, _), (pixels, broken) in zip(stream.spans, decoded, strict=True):
             whole = intact_rows(broken, last - first)
@@ -254,7 +254,7 @@ def _fit(images: list[Tensor], slot: Tensor) -> bool:
     return len(images) <= len(slot) and all(one.shape == slot.shape[1:] for one in images)
 
 
-def _rows(stream: Order, first: int, last: int) -> list[Row]:
+def _rows(stream: StreamOrder, first: int, last: int) -> list[Row]:
     places, indices = (part[first:last].tolist() for part in (stream.domain, stream.index))
     return list(zip(places, indices, strict=True))
 

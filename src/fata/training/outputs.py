@@ -12,7 +12,9 @@ from fata.data.errors import DataError
 from fata.training.images import domains, images_of
 
 
-def places(dataset: Dataset, domain: str | None, model: str, out: Path | None) -> dict[str, Path]:
+def output_files(
+    dataset: Dataset, domain: str | None, model: str, out: Path | None
+) -> dict[str, Path]:
     """A file for each domain to train on; raises if one cannot be read or written.
 
     Args:

@@ -300,7 +300,7 @@ def bench(*arguments):
         (("--on", "slurm"), "give ray, or leave it out"),
         (("--address", "auto"), "are for --on ray"),
         (("--gpus-per-cell", "0.5"), "are for --on ray"),
-        (("--on", "ray", "--device", "cuda:1"), "on Ray it is cpu or cuda"),
+        (("--on", "ray", "--device", "cuda:1"), "on Ray give cpu or cuda"),
         (("--on", "ray", "--address", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
         (("--on", "ray", "--device", "cpu", "--gpus-per-cell", "0.5"), "give one"),
     ],

@@ -83,7 +83,7 @@ def markdown(table: SideBySide) -> str:
     return "\n".join([*lines, "", *(f"- {in_markdown(note)}" for note in table.notes), ""])
 
 
-def comma(table: SideBySide) -> str:
+def as_csv(table: SideBySide) -> str:
     """One line a number, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -95,7 +95,7 @@ def comma(table: SideBySide) -> str:
     return out.getvalue()
 
 
-FORMATS: dict[str, Callable[[SideBySide], str]] = {"md": markdown, "csv": comma}
+FORMATS: dict[str, Callable[[SideBySide], str]] = {"md": markdown, "csv": as_csv}
 
 
 def _text(value: float | None, form: str) -> str:

@@ -79,7 +79,7 @@ def refused(*parts, spec, **options):
         ("folder:no/such", {}, ["there is no folder 'no/such'"]),
         ("imagenet-c:x", {"jpeg": True}, ["jpeg", "imagenet-c"]),
         ("cifar10-c:x", {"jpeg": True}, ["jpeg", "cifar10-c"]),
-        ("imagenet:x", {"download": True}, ["download", "by hand", "docs/data.md"]),
+        ("imagenet:x", {"download": True}, ["download", "cannot be downloaded", "docs/data.md"]),
     ],
 )
 def test_specs_that_cannot_be(spec, options, parts):
@@ -500,7 +500,7 @@ def test_classes_named_by_numbers_are_labels(tmp_path):
     data = fata.data.open(f"folder:{classes(tmp_path, '0010', '0002', images=1)}", fit=model(12))
     assert data.of(CLEAN).labels.tolist() == [2, 10]
     assert len(data.classes) == 11
-    refused("11 classes", "net tells 10", spec=f"folder:{tmp_path}", fit=model(10))
+    refused("11 classes", "net has 10", spec=f"folder:{tmp_path}", fit=model(10))
     classes(tmp_path, "20261115")
     refused(tmp_path / "20261115", "taken for labels", spec=f"folder:{tmp_path}")
 
@@ -711,7 +711,7 @@ def test_the_command_finds_damaged_pictures(tmp_path):
     [
         (["cifar11:x"], "unknown data 'cifar11:x'"),
         (["folder:no/such"], "there is no folder"),
-        (["embedded", "--download"], "by hand"),
+        (["embedded", "--download"], "cannot be downloaded"),
         (["embedded", "--skip-damaged"], "needs --check"),
         (["embedded", "--model", "mini"], "unknown model 'mini'"),
     ],

@@ -442,7 +442,7 @@ def test_crosses_show_where_a_guard_stepped_in(store):
     assert crosses["x"] == [2, 9]
     assert crosses["y"] == [guarded.result["curve"]["online"][1]] * 2
     assert crosses["text"] == [
-        "taken back to batch 0, at 0.3 of the rate; the source answers",
-        "rests at the source",
+        "rolled back to batch 0, 0.3 of the learning rate; source predictions",
+        "adaptation pauses at the source weights",
     ]
     assert crosses["meta"] == "gaussian_noise"

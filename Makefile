@@ -34,12 +34,12 @@ lint: $(VENV)/.tested
 $(VENV)/.installed: pyproject.toml
 	@echo "== creating $(VENV) and installing (PyTorch takes a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[all]"
 	@touch $@
 
 $(VENV)/.tested: $(VENV)/.installed
 	@echo "== installing what the tests need"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[test]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[all,test]"
 	@touch $@
 
 # Not a Python package: apt-get installs it where it may. Without it tests are skipped; in CI they fail.

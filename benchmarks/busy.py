@@ -37,9 +37,9 @@ from benchmarks.race import WARM, wait
 from benchmarks.share import Share
 from benchmarks.speed import SPECS, conditions, markdown
 from fata.bench.cost import Macs, passes
+from fata.bench.run.image_cache import ImageCache, free_memory
 from fata.bench.run.measure import measure
-from fata.bench.run.pictures import Shelf, free_memory
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.data import Stream, serve
 from fata.engine.fast.captured import OFTEN
 from fata.zoo import Loaded, Weights, ZooError
@@ -158,8 +158,8 @@ def bench(
     workers: int | None,
 ) -> None:
     """What `fata bench` does for one cell, from the files to its result."""
-    shelf = Shelf(int(Workshop.share * free_memory(device)))
-    decoded = shelf.begin(stream, loaded.preprocess.size, device, workers)()
+    cache = ImageCache(int(CellRunner.share * free_memory(device)))
+    decoded = cache.begin(stream, loaded.preprocess.size, device, workers)()
     batches = serve.batches(stream, decoded, device, skip_damaged=False)
     measure(adapter, loaded, stream, batches, device, macs, lambda *_: None)
 

@@ -24,9 +24,9 @@ from benchmarks.speed import markdown
 from fata.bench.cell import key
 from fata.bench.grid import Grid
 from fata.bench.run.local import missing, run
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Store
-from fata.commands.bench import Show
+from fata.commands.progress import ProgressDisplay
 from fata.zoo import Loaded, Weights, ZooError
 
 NUDGES = (0, 1e-3, -1e-3, 2e-3)
@@ -40,8 +40,8 @@ def nudge(model: nn.Module, by: float) -> None:
 
 
 @dataclass
-class Nudged(Workshop):
-    """A workshop of such models."""
+class Nudged(CellRunner):
+    """A runner of such models."""
 
     by: float = 0
 
@@ -77,13 +77,13 @@ def table(args: argparse.Namespace) -> str:
     cells = list(grid.cells(fata.data.open))
     found: list[list[float]] = [[] for _ in cells]
     for by in args.nudges:
-        workshop = Nudged(args.device, fisher=args.fisher, by=by)
-        tasks = missing(cells, store, workshop, again=False)
-        with Show(len(tasks)) as watcher:
-            run(tasks, store, workshop, watcher, args.jobs)
+        runner = Nudged(args.device, fisher=args.fisher, by=by)
+        tasks = missing(cells, store, runner, again=False)
+        with ProgressDisplay(len(tasks)) as watcher:
+            run(tasks, store, runner, watcher, args.jobs)
         accuracy = {record.key: record.result["accuracy"] for record in store}
         for own, cell in zip(found, cells, strict=True):
-            own.append(accuracy.get(key(workshop.protocol(cell)), math.nan))
+            own.append(accuracy.get(key(runner.protocol(cell)), math.nan))
     head = ["cell", *(f"{by:+g}" if by else "as it is" for by in args.nudges), "mean"]
     rows = [
         [f"{cell.method}, {cell.domains[0]}", *(f"{one:.2f}" for one in (*own, mean(own)))]

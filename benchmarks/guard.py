@@ -14,9 +14,9 @@ from pathlib import Path
 import fata
 from fata.bench.grid import Grid
 from fata.bench.run.local import missing, run
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
-from fata.commands.bench import Show
+from fata.commands.progress import ProgressDisplay
 from fata.corruptions import EXTRA
 from fata.zoo import embedded
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--store", type=Path, default=Path("guard.db"))
     args = parser.parse_args()
-    store, workshop = Store(args.store), Workshop(args.device, fisher="embedded")
+    store, runner = Store(args.store), CellRunner(args.device, fisher="embedded")
     fields = {
         "models": tuple(args.models),
         "data": (args.data,),
@@ -80,9 +80,9 @@ def main() -> None:
     tasks = []
     for guard in (False, True):
         grid = Grid(**fields, methods=("source", "norm", *args.methods), guard=guard)
-        tasks += missing(list(grid.cells(fata.data.open)), store, workshop, again=False)
-    with Show(len(tasks)) as watcher:
-        run(tasks, store, workshop, watcher, args.jobs)
+        tasks += missing(list(grid.cells(fata.data.open)), store, runner, again=False)
+    with ProgressDisplay(len(tasks)) as watcher:
+        run(tasks, store, runner, watcher, args.jobs)
     show(list(store))
 
 

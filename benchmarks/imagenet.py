@@ -24,7 +24,7 @@ from fata.bench.report.formats import markdown
 from fata.bench.report.tables import comparisons
 from fata.bench.run.local import missing, run
 from fata.bench.store import Store
-from fata.commands.bench import Show
+from fata.commands.progress import ProgressDisplay
 from fata.zoo import Loaded, Preprocess, Weights
 
 RATES = {"resnet50": (2.5e-4, 5e-4), "vit_tiny": (1e-3, 2.5e-4)}
@@ -34,7 +34,7 @@ HOSTS = ("tent", "eata:fisher_alpha=0", "sar", "deyo")
 
 @dataclass
 class Assets(Nudged):
-    """A workshop that also knows the networks of a folder."""
+    """A runner that also knows the networks of a folder."""
 
     folder: str = ""
 
@@ -85,7 +85,7 @@ def main() -> None:
     )
     parser.add_argument("--store", type=Path, default=Path("imagenet.db"))
     args = parser.parse_args()
-    store, workshop = Store(args.store), Assets(args.device, folder=args.assets, by=args.nudge)
+    store, runner = Store(args.store), Assets(args.device, folder=args.assets, by=args.nudge)
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "imagenet-pictures"
         for file in sorted(Path(args.assets).glob("*.tar")):
@@ -107,9 +107,9 @@ def main() -> None:
                 speed=args.speed,
                 guard=args.guard,
             )
-            tasks += missing(list(grid.cells(fata.data.open)), store, workshop, again=False)
-        with Show(len(tasks)) as watcher:
-            run(tasks, store, workshop, watcher, args.jobs)
+            tasks += missing(list(grid.cells(fata.data.open)), store, runner, again=False)
+        with ProgressDisplay(len(tasks)) as watcher:
+            run(tasks, store, runner, watcher, args.jobs)
     for comparison in comparisons(store):
         print(markdown(comparison))
 

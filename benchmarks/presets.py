@@ -17,9 +17,9 @@ from typing import Any
 import fata
 from fata.bench.grid import Grid
 from fata.bench.run.local import missing, run
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
-from fata.commands.bench import Show
+from fata.commands.progress import ProgressDisplay
 from fata.corruptions import EXTRA
 from fata.zoo import embedded
 
@@ -88,10 +88,10 @@ def main() -> None:
         images=args.images,
         fisher="embedded",
     )
-    store, workshop = Store(args.store), Workshop(args.device, fisher="embedded")
-    tasks = missing(list(grid.cells(fata.data.open)), store, workshop, again=False)
-    with Show(len(tasks)) as watcher:
-        run(tasks, store, workshop, watcher, args.jobs)
+    store, runner = Store(args.store), CellRunner(args.device, fisher="embedded")
+    tasks = missing(list(grid.cells(fata.data.open)), store, runner, again=False)
+    with ProgressDisplay(len(tasks)) as watcher:
+        run(tasks, store, runner, watcher, args.jobs)
     embedded.PRESETS.write_text(json.dumps(best(list(store)), indent=2) + "\n")
 
 

@@ -188,13 +188,13 @@ def _write(writer: int, folder: str, given: tuple[dict[str, object], ...]) -> No
 
 
 def decoded() -> None:
-    """Pictures of ImageNet's size that one core decodes, resizes and crops in a second."""
+    """Images of ImageNet's size that one core decodes, resizes and crops in a second."""
     coarse = torch.randint(256, (47, 63, 3), dtype=torch.uint8).numpy()
     image = Image.fromarray(coarse).resize((500, 375), Image.Resampling.BICUBIC)
     file = io.BytesIO()
     image.save(file, "JPEG", quality=92)
     preprocess = Preprocess(256, 224, "bicubic", IMAGENET_MEAN, IMAGENET_STD)
-    taken = median(lambda: preprocess.picture(Image.open(io.BytesIO(file.getvalue()))), 50)
+    taken = median(lambda: preprocess.pixels(Image.open(io.BytesIO(file.getvalue()))), 50)
     kib = len(file.getvalue()) / 1024
     print(f"\n{f'a JPEG of 500 x 375, {kib:.0f} KiB':34}{1 / taken:10.0f} a second and core")
 

@@ -20,14 +20,14 @@ from fata.corruptions.tables import constants
 def reference_corrupt(images, name, severity, size_constants):
     """Corrupt bytes (B, H, W, 3), with the constants of 224, 64 or 32 pixels.
 
-    Draws are numpy's global ones: call `np.random.seed` before.
+    ImageRng are numpy's global ones: call `np.random.seed` before.
     """
     settings = constants(name, severity, size_constants)
     if name == "elastic_transform":
         corrupted = [elastic_transform(image, *settings) for image in images]
     else:
         function = _with_constants(name, settings, size_constants)
-        seeded = "seed" in inspect.signature(function).parameters  # apart from the global draws
+        seeded = "seed" in inspect.signature(function).parameters  # apart from the global generator
         corrupted = [
             function(
                 Image.fromarray(image),

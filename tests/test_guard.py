@@ -11,7 +11,7 @@ from benchmarks import mixed
 
 import fata
 from fata.bench.cell import Cell, key
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.guard.evidence import BRIEF, Evidence, batch_of_few_classes, compare
 from fata.guard.policy import EARLY
 from fata.methods import SPECS
@@ -944,10 +944,10 @@ def test_a_guard_that_is_none():
 def test_a_guarded_cell_is_another_cell_and_tells_what_was_done():
     free = Cell("mini_resnet_gn", "embedded", "normal", ("fog",), 5, "tent", 0, 16, 96, {"lr": 3.0})
     guarded = dataclasses.replace(free, guard=True)
-    workshop = Workshop()
-    assert key(workshop.protocol(free)) != key(workshop.protocol(guarded))
-    assert workshop.run(free, lambda *_: None)["guard"] is None
-    result = workshop.run(guarded, lambda *_: None)
+    runner = CellRunner()
+    assert key(runner.protocol(free)) != key(runner.protocol(guarded))
+    assert runner.run(free, lambda *_: None)["guard"] is None
+    result = runner.run(guarded, lambda *_: None)
     assert [event["action"] for event in result["guard"]]
     assert result["counts"]["rows_source"] > 0
 

@@ -1,43 +1,37 @@
-"""The `fata` command."""
+"""The program `fata`."""
 
 from __future__ import annotations
 
 import logging
 import signal
+import sys
 from types import FrameType
-from typing import Annotated
 
-import typer
-
-import fata
-from fata.commands import Messages, say
-from fata.commands.bench import bench
-from fata.commands.check import check
-from fata.commands.corrupt import corrupt
-from fata.commands.cost import cost
-from fata.commands.data import data
-from fata.commands.demo import demo
-from fata.commands.report import report
-from fata.commands.reproduce import reproduce
-from fata.commands.train_source import train_source
-
-app = typer.Typer(
-    help="Test-time adaptation of image classifiers, with feature augmentation (FATA).",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-    pretty_exceptions_enable=False,
-)
-for command in (demo, bench, report, reproduce, cost, data, corrupt, train_source, check):
-    app.command()(command)
+# Modules that a command may lack, and the extra of `pip install` that has them.
+EXTRAS = {
+    **dict.fromkeys(("typer", "rich", "yaml", "plotly", "jinja2", "PIL"), "bench"),
+    **dict.fromkeys(("timm", "torchvision"), "zoo"),
+    "ray": "ray",
+}
 
 
 def run() -> None:
-    """The program: SIGTERM, as `timeout` and batch systems send it, ends it as Ctrl-C does."""
+    """Run a command. SIGTERM, as `timeout` and batch systems send it, ends it as Ctrl-C does."""
     signal.signal(signal.SIGTERM, _as_ctrl_c)
-    log = logging.getLogger("fata")
-    log.setLevel(logging.INFO)
-    log.addHandler(Messages())
-    app(prog_name="fata")
+    try:
+        from fata.commands import LogHandler
+        from fata.commands.app import app
+
+        log = logging.getLogger("fata")
+        log.setLevel(logging.INFO)
+        log.addHandler(LogHandler())
+        app(prog_name="fata")
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in EXTRAS:
+            raise
+        print(f"fata: this needs {missing}: pip install fata[{EXTRAS[missing]}]", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _as_ctrl_c(_: int, frame: FrameType | None) -> None:
@@ -45,19 +39,3 @@ def _as_ctrl_c(_: int, frame: FrameType | None) -> None:
     if not callable(handler):  # a job in the background ignores Ctrl-C, but not this
         handler = signal.default_int_handler
     handler(signal.SIGINT, frame)
-
-
-def _version(show: bool) -> None:
-    if show:
-        say(f"fata {fata.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def main(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version."),
-    ] = False,
-) -> None:
-    """Test-time adaptation of image classifiers, with feature augmentation (FATA)."""

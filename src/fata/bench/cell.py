@@ -9,6 +9,7 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -31,22 +32,22 @@ FISHER_IMAGES = 2000  # as in EATA
 
 @dataclass(frozen=True)
 class Cell:
-    """What is to be measured, by names alone.
+    """What to measure, by names.
 
     Args:
         model: for `fata.zoo.load`, and `@sar` after it for that protocol.
         data: for `fata.data.open`.
         scenario: for `fata.stream`.
-        domains: the corruptions or folders met, in order.
+        domains: corruptions or folders, in order.
         severity: of the corruptions.
         method: a spec, such as `eata+fata`.
-        fields: of the method, and `lr`; over the model's own settings.
-        seed: of the order and of the method's draws.
+        fields: of the method, and `lr`; they override the model's own settings.
+        seed: of the order and of the method's random draws.
         batch_size: None: the scenario's own.
         images: of each domain; None: all.
         options: of the scenario.
         speed: `exact` or `fast`.
-        guard: whether a guard watches.
+        guard: whether the guard is on.
     """
 
     model: str
@@ -71,12 +72,12 @@ class Cell:
         return f"{self.model} {self.scenario} {where}{grade} {self.method}{more} #{self.seed}"
 
     def settings(self, loaded: Loaded) -> dict[str, Any]:
-        """Fields of the method and the rate: the model's own, and over them the cell's."""
+        """Fields of the method and the learning rate: the model's own, overridden by the cell's."""
         batch = self.batch_size or default_batch(self.scenario)
         return {**loaded.settings(self.method, batch), **self.fields}
 
     def stream(self, dataset: Dataset) -> Stream:
-        """What comes, in which order."""
+        """The images, in order."""
         return stream(
             dataset,
             self.scenario,
@@ -91,7 +92,7 @@ class Cell:
     def adapter(
         self, loaded: Loaded, fisher: FisherData | None, group: ProcessGroup | None = None
     ) -> Adapter:
-        """The model, ready to adapt; by a `group`, whose ranks have a share of every batch."""
+        """The model, ready to adapt; the ranks of a `group` share every batch."""
         settings = self.settings(loaded)
         if fisher is not None and self.wants_fisher(loaded):
             settings["fisher_data"] = fisher
@@ -104,7 +105,7 @@ class Cell:
         return parse(self.method, **fields)[0].wants_fisher
 
     def protocol(self, loaded: Loaded, dataset: Dataset, fisher: str | None) -> dict[str, Any]:
-        """All that the result depends on; where and when it is made is not part of it."""
+        """Everything that the result depends on; not when and where it is measured."""
         settings = self.settings(loaded)
         fields = {k: v for k, v in settings.items() if k not in ("lr", "params")}
         method, plus = parse(self.method, **fields)
@@ -144,9 +145,10 @@ def key(protocol: Mapping[str, Any]) -> str:
 
 
 def circumstances(device: torch.device) -> dict[str, str]:
-    """Where a result was made."""
+    """The environment of a result: versions and device."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    libraries = {name: version(name) for name in ("torch", "torchvision", "timm", "numpy")}
+    known = ("torch", "torchvision", "timm", "numpy")
+    libraries = {name: version(name) for name in known if find_spec(name)}
     return {
         "python": platform.python_version(),
         **libraries,

@@ -4,11 +4,11 @@ The rule is the paper's: a multiply-accumulate of a convolution, of a linear lay
 attention is 1, an element that a normalisation layer passes is 2, the rest is free. The paper
 counts forward passes alone, as if every row were selected.
 
-Ours are the passes that the engine makes, and the way back: a gradient, of a layer's input or of
-its weights, costs what the layer's forward pass did. Frozen weights take none, nor does what lies
-before the first parameter that adapts; so the way back is about F where normalisation layers adapt
-and 2 F where all weights do. Not counted: the optimizer, views and noise, Fisher information, the
-pass in which FATA's tap finds its way.
+Ours are the forward and backward passes of the engine. A gradient of a layer's input or of its
+weights costs as much as the layer's forward pass. Frozen weights need none, nor do layers before
+the first adapted parameter. So a backward pass costs about F if normalisation layers adapt, and 2 F
+if all weights do. Not counted: the optimizer, views and noise, Fisher information, and the pass in
+which FATA's tap learns the order of the modules.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ PAPER: dict[str, tuple[int, int]] = {
 
 @dataclass(frozen=True)
 class Macs:
-    """Multiply-accumulates of a way forward, and of the way back to what adapts."""
+    """Multiply-accumulates of a forward pass, and of the backward pass to what adapts."""
 
     forward: float
     backward: float = 0.0
 
     @property
     def total(self) -> float:
-        """Both ways."""
+        """Forward and backward."""
         return self.forward + self.backward
 
 
@@ -70,8 +70,8 @@ class Cost:
         whole: F, a pass over the network, an image.
         tail: T, a pass over the tail behind FATA's layer; 0 without FATA.
         paper: what the paper counts, an image.
-        ours: what the engine spends, an image, at some share of selected rows.
-        state: bytes of what is remembered after a batch; what a guard remembers comes on top.
+        ours: what the engine computes, an image, at a share of selected rows.
+        state: bytes of the adapter's state after a batch, without a guard's.
     """
 
     spec: str
@@ -83,12 +83,12 @@ class Cost:
 
 
 def cost(model: nn.Module, spec: str, images: Tensor, share: float) -> Cost:
-    """What a method costs on a model, which is its source again afterwards.
+    """What a method costs on a model, which has its source weights again afterwards.
 
     Args:
         model: any that `fata.adapt` takes; its weights do not matter.
         spec: such as `eata+fata`.
-        images: two or more, in [0, 1]: one row alone leaves FATA nothing to remember.
+        images: two or more, in [0, 1]: with one row FATA has no statistics to store.
         share: of the rows that are selected, in [0, 1].
     """
     method, _ = parse(spec)
@@ -108,8 +108,8 @@ def cost(model: nn.Module, spec: str, images: Tensor, share: float) -> Cost:
 
 
 def paper(spec: str, whole: Macs, tail: Macs) -> float:
-    """MACs an image as the paper counts them: forward, every row in every branch."""
-    parse(spec)  # refuses unknown ones
+    """MACs an image by the paper's rule: forward passes, every row in every branch."""
+    parse(spec)  # raises for unknown ones
     if spec not in PAPER:
         raise ValueError(f"{spec!r}: only methods of this package are counted.")
     passes, tails = PAPER[spec]
@@ -121,7 +121,7 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
 
     Args:
         spec: the method.
-        share: of the rows that each term selects, the same ones; DeYO looks at these again. TENT
+        share: of the rows that each term selects, the same ones; DeYO passes these twice. TENT
             selects all. CoTTA is counted with its views, as in the paper.
         coupled: the network has BatchNorm.
     """
@@ -137,10 +137,10 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
     if isinstance(method, Tent):
         share = 1.0
     dense = coupled or share >= DENSE
-    first = math.ceil(share) if dense else share  # rows whose gradient is taken first
-    sharp = share if method.sam_rho is not None else 0.0  # and again, where SAM has climbed to
-    look = share if isinstance(method, Deyo) else 0.0
-    forward = 1 + look + (0 if dense else share) + sharp
+    first = math.ceil(share) if dense else share  # rows with a gradient in the first pass
+    sharp = share if method.sam_rho is not None else 0.0  # and in SAM's second pass
+    shuffled = share if isinstance(method, Deyo) else 0.0
+    forward = 1 + shuffled + (0 if dense else share) + sharp
     learned = first if method.sam_rho is None else sharp
     return _rows(forward, learned if plus else 0, first + sharp)
 
@@ -148,15 +148,15 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
 def effective(counts: Mapping[str, Any], whole: Macs, tail: Macs) -> Macs:
     """MACs that were spent on a stream, from an adapter's `counts` and its F and T.
 
-    Every augmented row that went through the tail came back through it as well. With
-    `bn_stats="joint"` clean rows share that way, so this is up to a T a row too much there. The
-    guard's looks at the source model are part of it.
+    Every augmented row has a forward and a backward pass through the tail. With
+    `bn_stats="joint"` clean rows share that pass, so this is up to a T a row too much. The guard's
+    passes over the source model are included.
     """
-    forward, again, back, looks = (
-        counts[f"rows_{way}"] for way in ("forward", "tail", "backward", "source")
+    forward, again, back, source = (
+        counts[f"rows_{part}"] for part in ("forward", "tail", "backward", "source")
     )
     return Macs(
-        (forward + looks) * whole.forward + again * tail.forward,
+        (forward + source) * whole.forward + again * tail.forward,
         back * whole.backward + again * tail.backward,
     )
 
@@ -166,7 +166,8 @@ def passes(adapter: Adapter, images: Tensor) -> tuple[Macs, Macs]:
     model, count = adapter.model, len(images)
     norms = [module for _, module in norm_layers(model)]
     learned = [p for p in model.parameters() if p.requires_grad]
-    images = images.clone().requires_grad_(not learned)  # else attention takes an uncounted way
+    # Without any gradient attention would take a kernel that is not counted.
+    images = images.clone().requires_grad_(not learned)
     whole = _spent(lambda: logits_of(model(images), count), norms, learned, count)
     if adapter.layer is None:
         return whole, Macs(0)
@@ -178,7 +179,7 @@ def passes(adapter: Adapter, images: Tensor) -> tuple[Macs, Macs]:
 
 
 def state_bytes(adapter: Adapter) -> int:
-    """Size of all that an adapter would save."""
+    """Size of what an adapter would save."""
     tensors = (value for value in adapter.state_dict().values() if isinstance(value, Tensor))
     return sum(tensor.nbytes for tensor in tensors)
 

@@ -30,20 +30,20 @@ class Grid:
     """What to compare.
 
     Args:
-        models: names for `fata.zoo.load`, with a protocol where wanted: `vit_base@sar`.
+        models: names for `fata.zoo.load`, optionally with a protocol: `vit_base@sar`.
         data: specs for `fata.data.open`.
-        methods: specs, each with fields where wanted: `eata+fata:sigma=0.5:lr=1e-3`; one's own
+        methods: specs, optionally with fields: `eata+fata:sigma=0.5:lr=1e-3`; your own
             as `my_module:MyMethod`.
         scenarios: names for `fata.stream`, each with options: `label-shift:ratio=1000`.
         domains: corruptions or folders; None: the benchmark's 15, or all folders.
         severities: of the corruptions.
-        seeds: how many orders, from 0 on.
+        seeds: number of seeds, from 0 on.
         batch_size: None: each scenario's own.
         images: of each domain; None: all.
-        jpeg: corruptions made on the fly go through JPEG.
-        fisher: data with clean images for EATA; None: those of `data`, where it has them.
+        jpeg: corruptions made on the fly are JPEG-compressed.
+        fisher: data with clean images for EATA; None: those of `data`, if it has them.
         speed: `exact` or `fast`.
-        guard: whether a guard watches every method.
+        guard: whether every method runs with a guard.
     """
 
     models: tuple[str, ...]
@@ -98,7 +98,7 @@ def read(path: Path) -> dict[str, Any]:
     known = {field.name: str(field.type) for field in dataclasses.fields(Grid)}
     if unknown := [name for name in content if name not in known]:
         raise GridError(
-            f"{str(path)!r} has no use for {unknown[0]!r}: the keys are {', '.join(known)}."
+            f"{str(path)!r} has an unknown key {unknown[0]!r}: the keys are {', '.join(known)}."
             f"{near(str(unknown[0]), known)}"
         )
     return {name: _typed(path, name, known[name], value) for name, value in content.items()}
@@ -132,9 +132,9 @@ def _parsed(path: Path) -> Any:
 
 
 def _method(text: str) -> tuple[str, dict[str, Any]]:
-    """A spec and its fields, of which the rate is one; refuses what no method has.
+    """A spec and its fields, including `lr`; raises for fields that the method does not have.
 
-    A method of one's own is `my_module:MyMethod`, and its fields behind that.
+    Your own method is `my_module:MyMethod`, followed by its fields.
     """
     module, _, rest = text.partition(":")
     own = rest and "=" not in rest.partition(":")[0] and module not in SPECS

@@ -1,4 +1,4 @@
-"""Two methods on the same images: which images each got right, and how sure a difference is."""
+"""Two methods on the same images: a paired difference and its confidence interval."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gain(NamedTuple):
 
     @property
     def sign(self) -> int:
-        """1 or -1 where the interval is on one side of zero; else 0: within noise."""
+        """1 or -1 if the interval excludes zero; 0: within noise."""
         return (self.low > 0) - (self.high < 0)
 
     def __str__(self) -> str:
@@ -43,10 +43,10 @@ def unpack(text: str, rows: int) -> Flags:
 
 
 def gain(before: Sequence[Flags], after: Sequence[Flags]) -> Gain:
-    """Over one or more streams that both methods met; an image counts as often as it came.
+    """Over the streams that both methods ran on; an image counts as often as it occurs.
 
-    The difference on an image is -1, 0 or 1, and the interval is that of their mean. It says
-    nothing of other orders of the images.
+    The difference on an image is -1, 0 or 1; the interval is that of their mean. It does not cover
+    other orders of the images.
     """
     difference = np.concatenate(after).astype(float) - np.concatenate(before)
     mean, number = 100 * float(difference.mean()), len(difference)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-WAIT = 60  # seconds, for others that write
+WAIT = 60  # seconds, for a lock
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS cells (
     key TEXT PRIMARY KEY,
@@ -26,7 +26,7 @@ CREATE TABLE IF NOT EXISTS cells (
 """
 
 
-# What the tables and figures of a record rely on: types by name, None where anything will do.
+# What tables and figures need of a record: types by name; None: any type.
 _PROTOCOL = {
     "model": str,
     "weights": {"sha256": str},
@@ -64,12 +64,12 @@ class Record:
 
     key: str
     protocol: Mapping[str, Any]  # what the result depends on
-    circumstances: Mapping[str, Any]  # where it was made
+    circumstances: Mapping[str, Any]  # environment
     result: Mapping[str, Any]
     finished: str
 
     def check(self) -> None:
-        """Refuse a record that tables and figures cannot be made of."""
+        """Raise for a record that lacks what tables and figures need."""
         try:
             _check({"protocol": _PROTOCOL, "result": _RESULT}, vars(self))
         except (TypeError, ValueError) as error:
@@ -77,11 +77,11 @@ class Record:
 
 
 class Store:
-    """Finished cells. A cell is there whole or not at all; several processes may write.
+    """Finished cells. A cell is written atomically; several processes may write.
 
     Args:
-        path: of the SQLite file, made where it is missing.
-        read_only: read a file that is there, and change nothing.
+        path: of the SQLite file, created if it is missing.
+        read_only: only read an existing file.
     """
 
     def __init__(self, path: str | os.PathLike[str], read_only: bool = False) -> None:
@@ -109,7 +109,7 @@ class Store:
             raise StoreError(f"there is no file {str(self.path)!r}.")
         if not self.path.stat().st_size:
             raise StoreError(f"{self.path} is empty: it holds no results.")
-        # Without a journal nobody writes, and SQLite need not make one beside the file.
+        # Without a journal no process writes, and SQLite need not create one next to the file.
         journal = self.path.with_name(f"{self.path.name}-wal").exists()
         mode = "mode=ro" if journal else "immutable=1"
         with self._errors():
@@ -147,7 +147,7 @@ class Store:
         circumstances: Mapping[str, Any],
         result: Mapping[str, Any],
     ) -> None:
-        """Keep a finished cell, in place of an older one; when this returns it is on the disk."""
+        """Store a finished cell, replacing an older one; it is on the disk when this returns."""
         parts = (json.dumps(part, sort_keys=True) for part in (protocol, circumstances, result))
         with self._errors():
             self._connection.execute(
@@ -157,11 +157,11 @@ class Store:
             )
 
     def close(self) -> None:
-        """Fold the journal into the file."""
+        """Merge the write-ahead log into the file."""
         self._connection.close()
 
     def _write_ahead(self) -> None:
-        """Keep a journal beside the file. SQLite itself does not wait for others to let it."""
+        """Use a write-ahead log; SQLite itself does not wait for a lock here."""
         until = time.monotonic() + WAIT
         while True:
             try:
@@ -174,7 +174,7 @@ class Store:
                 return
 
     def _check_version(self) -> None:
-        self._connection.execute("BEGIN")  # one look at both
+        self._connection.execute("BEGIN")  # both from one snapshot
         used = self._connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         version = self._connection.execute("PRAGMA user_version").fetchone()[0]
         self._connection.execute("COMMIT")
@@ -194,7 +194,7 @@ class Store:
 
 
 def _check(shape: Mapping[str, Any], content: Any) -> None:
-    """Refuse content that lacks something of the shape."""
+    """Raise for content that lacks a part of the shape."""
     for name, kind in shape.items():
         if not isinstance(content, Mapping) or name not in content:
             raise ValueError(f"it has no {name!r}")

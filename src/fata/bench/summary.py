@@ -1,4 +1,4 @@
-"""What is kept of a stream: figures, curves and histograms of its rows."""
+"""The stored summary of a stream: numbers, curves and histograms of its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fata.bench import paired
 
 POINTS = 100  # of a curve
 BINS = 50  # of the histogram of entropies
-WINDOW = 640  # rows in which a collapse is looked for
+WINDOW = 640  # rows in which a collapse is detected
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class Rows:
 
 
 def summary(rows: Rows, classes: int, terms: Sequence[str], ends: Sequence[int]) -> dict[str, Any]:
-    """Figures over the whole stream.
+    """Numbers over the whole stream.
 
     Args:
         rows: of the stream.
-        classes: how many there are.
-        terms: names of those that select.
-        ends: rows until the end of each batch; one may be short in the midst of a stream.
+        classes: number of classes.
+        terms: names of the terms that select rows (host, FATA).
+        ends: row at which each batch ends; any batch may be short.
     """
     selected = dict(zip(terms, (rows.host, rows.plus), strict=False))
     accuracy = 100 * rows.right.double().mean().item()
@@ -65,7 +65,7 @@ def summary(rows: Rows, classes: int, terms: Sequence[str], ends: Sequence[int])
 
 
 def calibration_error(rows: Rows, bins: int = 15) -> float:
-    """Expected calibration error in points: how far confidence and accuracy are apart."""
+    """Expected calibration error in percentage points, over equal-width bins."""
     place = (rows.confidence * bins).long().clamp(max=bins - 1)
     gap = torch.zeros(bins, dtype=torch.float64)
     gap.index_add_(0, place, rows.confidence.double() - rows.right.double())
@@ -73,7 +73,7 @@ def calibration_error(rows: Rows, bins: int = 15) -> float:
 
 
 def by_class(rows: Rows, classes: int, selected: dict[str, Tensor]) -> dict[str, Any]:
-    """By class: images, right ones; by predicted class: what each term selected of it."""
+    """By class: images and correct ones; by predicted class: rows that each term selected."""
     return {
         "images": _counts(rows.label, classes),
         "right": _counts(rows.label[rows.right], classes),
@@ -106,10 +106,10 @@ def entropies(rows: Rows, classes: int) -> dict[str, list[int]]:
 
 
 def collapsed_at(rows: Rows, ends: Sequence[int]) -> int | None:
-    """The batch from which on one class takes over, to the end; None: it never does.
+    """The batch from which one class takes over until the end; None: no collapse.
 
-    It takes over where its share among the predictions of a window exceeds that of the most
-    frequent label by a half. Windows are long enough that labels are mixed, where they are at all.
+    It takes over if its share of the predictions in a window exceeds that of the most frequent
+    label by 0.5. Windows are long enough to contain mixed labels, if the stream has them.
     """
     window = min(WINDOW, len(rows))
     while window < len(rows) and any(

@@ -17,13 +17,13 @@ _OWN_CLASS = re.compile(r"[\w.]+:[A-Za-z_]\w*(\+fata)?(:.*)?")  # not eata:lr=1e
 
 
 class Terminal(Console):
-    """Shows every text as it is: a name such as `[bold]` or with an escape code changes nothing."""
+    """Prints text verbatim: names with markup such as `[bold]` or escape codes have no effect."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, highlight=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Leave control characters out, which would reach the terminal."""
+        """Remove control characters, which would reach the terminal."""
         return super().render_str("\n".join(map(printable, text.split("\n"))), **options)
 
 
@@ -31,27 +31,27 @@ console = Terminal()
 
 
 def say(text: str) -> None:
-    """Print a line; nothing is broken to the terminal's width."""
+    """Print a line without wrapping."""
     console.print(text, soft_wrap=True)
 
 
-class Messages(logging.Handler):
-    """Shows what the library logs, beside a progress bar too."""
+class LogHandler(logging.Handler):
+    """Prints the library's log messages, also while a progress bar is shown."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a message."""
         say(record.getMessage())
 
 
-def look_here(methods: Iterable[str]) -> None:
-    """Let methods of this folder's modules be named; modules that are installed come first."""
+def import_from_here(methods: Iterable[str]) -> None:
+    """Let methods be imported from this folder; installed modules take precedence."""
     here = str(Path.cwd())
     if any(map(_OWN_CLASS.fullmatch, methods)) and here not in sys.path:
         sys.path.append(here)
 
 
 def chosen_device(name: str | None) -> str:
-    """A device that is there; by default a GPU where there is one."""
+    """An available device; by default a GPU if there is one."""
     import torch
 
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,11 @@ def chosen_device(name: str | None) -> str:
 
 # Options that several commands have.
 Device = Annotated[
-    str | None, typer.Option(help="Such as cuda:1; by default cuda where there is one.")
+    str | None, typer.Option(help="Device, such as cuda:1. Default: cuda if available.")
 ]
-Jobs = Annotated[int, typer.Option(min=1, help="Cells at a time, each in a process.")]
-Workers = Annotated[int | None, typer.Option(min=0, help="Processes that decode pictures.")]
+Jobs = Annotated[
+    int, typer.Option(min=1, help="Cells to run in parallel, each in its own process.")
+]
+Workers = Annotated[
+    int | None, typer.Option(min=0, help="Processes that decode images. Default: a few.")
+]

@@ -9,7 +9,7 @@ from rich.progress import track
 from rich.table import Table
 from rich.text import Text
 
-from fata.commands import console, look_here
+from fata.commands import console, import_from_here
 
 if TYPE_CHECKING:
     from fata.methods.base import Method
@@ -19,13 +19,13 @@ def check(
     method: Annotated[str, typer.Argument(help="Your method, as my_module:MyMethod.")],
     net: Annotated[
         list[str] | None,
-        typer.Option(help="Only this network (resnet_bn, resnet_gn, vit_ln); may be given again."),
+        typer.Option(help="Only this network (resnet_bn, resnet_gn, vit_ln); may be repeated."),
     ] = None,
 ) -> None:
     """Run the battery of checks on a method of your own, alone and with FATA.
 
-    The method is made without arguments, and adapts small networks with BatchNorm, GroupNorm and
-    LayerNorm in batches of 16 and of 1. Exits with 1 where a check fails.
+    The method is created without arguments and adapts small networks with BatchNorm, GroupNorm and
+    LayerNorm, with batches of 16 and of 1. Exits with 1 if a check fails.
     """
     import torch
 
@@ -68,7 +68,7 @@ def check(
 def _load(target: str) -> Method:
     from fata.methods.external import external
 
-    look_here([target])
+    import_from_here([target])
     try:
         return external(target)()
     except ValueError as error:

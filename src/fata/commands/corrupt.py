@@ -1,4 +1,4 @@
-"""`fata corrupt`: the sheet of all corruptions of a photograph."""
+"""`fata corrupt`: a contact sheet of all corruptions of a photograph."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from fata.commands import console, say
 
 
 def corrupt(
-    picture: Annotated[Path, typer.Argument(help="A photograph, in any common format.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where the sheet goes.")] = Path(
-        "sheet.png"
-    ),
+    image: Annotated[Path, typer.Argument(help="A photograph, in any common format.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="File of the contact sheet.")
+    ] = Path("sheet.png"),
     name: Annotated[
-        list[str] | None, typer.Option(help="Only this corruption; may be given again.")
+        list[str] | None, typer.Option(help="Only this corruption; may be repeated.")
     ] = None,
     size: Annotated[int, typer.Option(min=16, help="Side of the images, in pixels.")] = 224,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
-    """Draw the sheet of all corruptions and severities of a photograph."""
+    """Draw a contact sheet of all corruptions and severities of a photograph."""
     from PIL import Image, UnidentifiedImageError
 
     from fata.corruptions import BY_NAME, sheet
@@ -31,13 +31,13 @@ def corrupt(
     if unknown := [one for one in names if one not in BY_NAME]:
         raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(BY_NAME)}")
     try:
-        with Image.open(picture) as opened:
-            image = sheet.square(opened, size)
+        with Image.open(image) as opened:
+            pixels = sheet.square(opened, size)
     except (OSError, UnidentifiedImageError) as error:
-        raise typer.BadParameter(f"cannot read {str(picture)!r}: {error}") from error
+        raise typer.BadParameter(f"cannot read {str(image)!r}: {error}") from error
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("corrupting", total=6 * len(names))
-        drawn = sheet.draw(image, names, seed, lambda: progress.advance(task))
+        drawn = sheet.draw(pixels, names, seed, lambda: progress.advance(task))
     try:
         drawn.save(output)
     except (OSError, ValueError) as error:

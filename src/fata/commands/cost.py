@@ -1,4 +1,4 @@
-"""`fata cost`: what methods cost on a network, by the paper's rule and in truth."""
+"""`fata cost`: multiply-accumulates of methods, by the paper's rule and as computed here."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ METHODS = "source, tent, eata, eata+fata, sar, sar+fata, deyo, deyo+fata, cotta,
 
 def cost(
     model: Annotated[
-        str, typer.Option(help="resnet50_gn, mini_vit, timm:NAME, torchvision:NAME, ...")
+        str, typer.Option(help="Model: resnet50_gn, mini_vit, timm:NAME, torchvision:NAME, ...")
     ],
-    methods: Annotated[str, typer.Option(help="By comma.")] = METHODS,
+    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = METHODS,
     classes: Annotated[
         int | None,
-        typer.Option(min=2, help="By default 1000, and 10 for the networks in the package."),
+        typer.Option(
+            min=2, help="Number of classes. Default: 1000, and 10 for the networks in the package."
+        ),
     ] = None,
     size: Annotated[
         int | None,
-        typer.Option(min=1, help="Side of an image in pixels; by default the network's own."),
+        typer.Option(min=1, help="Side of an image in pixels. Default: the network's own."),
     ] = None,
     share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the rows that a method selects.")
+        float, typer.Option(min=0, max=1, help="Share of the samples that a method selects.")
     ] = 0.4,
 ) -> None:
-    """Count multiply-accumulates an image, as the paper does and as we spend them.
+    """Count multiply-accumulates per image, by the paper's rule and as computed here.
 
-    The paper counts forward passes, as if every row were selected. Ours learn from a share of the
-    rows, and the way back is counted. No weights are needed, so none are downloaded.
+    The paper counts forward passes, as if every sample were selected. Ours has the selected share
+    of the samples, and backward passes. No weights are downloaded.
     """
     import torch
 

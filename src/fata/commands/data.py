@@ -1,4 +1,4 @@
-"""`fata data`: what is in a data set."""
+"""`fata data`: the contents of a data set."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ def data(
         str, typer.Argument(help="embedded, or KIND:DIR: imagenet-c:DIR, folder:DIR, ...")
     ],
     download: Annotated[
-        bool, typer.Option("--download", help="Fetch CIFAR-10 where it is missing.")
+        bool, typer.Option("--download", help="Download CIFAR-10 if it is missing.")
     ] = False,
-    read: Annotated[bool, typer.Option("--check", help="Read every picture.")] = False,
+    read: Annotated[bool, typer.Option("--check", help="Read every image.")] = False,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="With --check: exit with 0 all the same.")
+        bool,
+        typer.Option("--skip-damaged", help="With --check: exit with 0 despite damaged images."),
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="A network that should fit: a name that fata.zoo.load takes.")
+        str | None, typer.Option(help="Check that this model fits: a name for fata.zoo.load.")
     ] = None,
 ) -> None:
-    """Say what is in a data set: classes, domains, images, and where corruptions come from.
+    """Show the classes, domains and images of a data set, and the origin of its corruptions.
 
-    --check reads every picture, names the damaged ones and exits with 1 if there are any.
+    --check reads every image, names the damaged ones and exits with 1 if there are any.
     """
     from fata import zoo
     from fata._text import listed
@@ -37,28 +38,28 @@ def data(
     from fata.data import open as open_data
 
     if skip_damaged and not read:
-        raise typer.BadParameter("--skip-damaged goes with --check")
+        raise typer.BadParameter("--skip-damaged needs --check")
     try:
         fit = zoo.load(model) if model else None
         dataset = open_data(spec, fit=fit, download=download)
         hidden = not console.is_terminal
         domains = track(survey.on_disk(dataset), "listing", None, console=console, disable=hidden)
-        fingerprint, found = dataset.fingerprint(domains), survey.found(dataset)
-        passed_over = survey.passed_over(dataset)
+        fingerprint, domain_sizes = dataset.fingerprint(domains), survey.domain_sizes(dataset)
+        ignored_files = survey.ignored_files(dataset)
     except (DataError, zoo.ZooError) as error:
         raise typer.BadParameter(str(error)) from error
     table = Table("domain", "severities", "images")
-    for one in found:
+    for one in domain_sizes:
         table.add_row(one.name, ", ".join(map(str, one.severities)), f"{one.images:,}")
-    images = sum(one.images for one in found)
+    images = sum(one.images for one in domain_sizes)
     say(f"{spec}: {KINDS[spec.partition(':')[0]]}")
     say(f"{len(dataset.classes):,} classes: {listed(dataset.classes, 10)}")
     console.print(table)
     if dataset.made:
         made, facts = {d.name for d in dataset.domains if d.severity}, dataset.provenance
         say(f"and {len(made)} corruptions, {facts['corruptions']}; frost: {facts['frost']}")
-    if passed_over:
-        say(f"{len(passed_over):,} other files or folders passed over, first {passed_over[0]}")
+    if ignored_files:
+        say(f"{len(ignored_files):,} other files or folders ignored, first {ignored_files[0]}")
     say(f"fingerprint of the images: {fingerprint}")
     if fit is not None:
         say(f"fits {fit}")
@@ -66,12 +67,12 @@ def data(
         _read_all(survey.read_all(dataset), images, skip_damaged)
 
 
-def _read_all(pictures: Iterator[tuple[int, list[str]]], total: int, skip_damaged: bool) -> None:
-    """Read pictures under a bar; name the damaged ones."""
+def _read_all(batches: Iterator[tuple[int, list[str]]], total: int, skip_damaged: bool) -> None:
+    """Read all images with a progress bar; print the damaged ones."""
     damaged = 0
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=total)
-        for count, broken in pictures:
+        for count, broken in batches:
             progress.advance(task, count)
             damaged += len(broken)
             for one in broken:

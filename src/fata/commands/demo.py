@@ -1,4 +1,4 @@
-"""`fata demo`: what adapting, FATA and the guard do, on networks and images in the package."""
+"""`fata demo`: adaptation, FATA and the guard, on networks and images in the package."""
 
 from __future__ import annotations
 
@@ -13,101 +13,101 @@ from rich.text import Text
 
 from fata._files import write_whole
 from fata.commands import chosen_device, console, say
-from fata.commands.bench import carry_out, here
+from fata.commands.cells import in_processes, run_cells
 
 if TYPE_CHECKING:
     from fata.bench.cell import Cell
-    from fata.bench.report.demo import Story
-    from fata.bench.run.runner import Workshop
+    from fata.bench.report.demo_story import Story
+    from fata.bench.run.runner import CellRunner
     from fata.bench.store import Record
 
-MOST = 4  # processes: more would spend longer on starting than they save
+MOST = 4  # processes: more would take longer to start than they save
 
 
 def demo(
-    images: Annotated[
-        int, typer.Option(min=2, max=2000, help="Of each corruption; more take longer.")
-    ] = 1600,
+    images: Annotated[int, typer.Option(min=2, max=2000, help="Images of each corruption.")] = 1600,
     folder: Annotated[
-        Path, typer.Option("--output", "-o", help="Where results and report go.")
+        Path, typer.Option("--output", "-o", help="Folder of the results and the report.")
     ] = Path("fata-demo"),
 ) -> None:
-    """Show what adapting, FATA and the guard do: two trained networks meet corrupted images.
+    """Show what adaptation, FATA and the guard do for two trained networks on corrupted images.
 
-    Takes about two minutes on two cores. Results are kept: the same command again shows them at
-    once, or goes on where it was stopped.
+    Takes about two minutes on two cores. Results are stored: the same command again shows them at
+    once, or continues after an interruption.
     """
     from fata.bench.cell import key
-    from fata.bench.report import demo as show
+    from fata.bench.report import demo_story as show
     from fata.bench.report.page import page
     from fata.bench.report.tables import comparisons
     from fata.bench.run.local import missing
-    from fata.bench.run.runner import Workshop
+    from fata.bench.run.runner import CellRunner
     from fata.bench.store import Store, StoreError
 
     device = chosen_device(None)
-    workshop = Workshop(device)
+    runner = CellRunner(device)
     cells = show.cells(images)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         store = Store(folder / "results.db")
     except (OSError, StoreError) as error:
         raise typer.BadParameter(f"cannot write to {str(folder)!r}: {error}") from error
-    tasks = missing(cells, store, workshop, again=False)
-    say(f"Two networks trained on CIFAR-10 meet corrupted images: {len(tasks)} streams to run")
+    tasks = missing(cells, store, runner, again=False)
+    say(
+        f"Two networks trained on CIFAR-10, tested on corrupted images: {len(tasks)} streams to run"
+    )
     jobs = 1 if device.startswith("cuda") else min(MOST, os.cpu_count() or 1)
-    carry_out(tasks, store, workshop, here(jobs)).close()
-    wanted = {key(workshop.protocol(cell)) for cell in cells}
+    run_cells(tasks, store, runner, in_processes(jobs)).close()
+    wanted = {key(runner.protocol(cell)) for cell in cells}
     records = [record for record in store if record.key in wanted]
-    story = show.tell(records)
+    story = show.story_of(records)
     _print(story)
     report = folder / "report.html"
-    content = page(comparisons(records), "fata demo", _on_page(story, cells, records, workshop))
+    content = page(comparisons(records), "fata demo", _on_page(story, cells, records, runner))
     try:
         write_whole(report, content)
     except OSError as error:
         raise typer.BadParameter(f"cannot write {str(report)!r}: {error}") from error
-    say(f"Pictures, curves and all figures: {report}")
+    say(f"Images, curves and tables: {report}")
 
 
 def _on_page(
-    story: Story, cells: Sequence[Cell], records: Sequence[Record], workshop: Workshop
+    story: Story, cells: Sequence[Cell], records: Sequence[Record], runner: CellRunner
 ) -> dict[str, object]:
-    """What the page's first part shows."""
-    from fata.bench.report import demo as show
+    """The first part of the page."""
+    from fata.bench.report import demo_story as show
     from fata.bench.report.page import drawing
 
     adapted = [
-        (cell, workshop.data(cell.data, cell.model))
+        (cell, runner.data(cell.data, cell.model))
         for cell in cells
         if cell.method == "eata" and cell.guard
     ]
-    labels = workshop.model(cells[0].model).labels
+    labels = runner.model(cells[0].model).labels
     return {
         "sentences": story.sentences,
         "additions": story.additions,
-        "bars": drawing("story-bars", "Adapting works", show.bars(story)),
-        "curves": drawing("story-curves", "What the guard does", show.curves(story)),
+        "bars": drawing("story-bars", "Accuracy before and after adaptation", show.bars(story)),
+        "curves": drawing(
+            "story-curves", "A collapse, with and without the guard", show.curves(story)
+        ),
         "strips": list(show.strips(records, adapted, labels)),
-        "compared": show.spoken(show.COMPARED),
-        "collapse": show.spoken(show.COLLAPSE),
+        "compared": show.readable(show.COMPARED),
+        "collapse": show.readable(show.COLLAPSE),
     }
 
 
 def _print(story: Story) -> None:
-    from fata.bench.report.demo import COMPARED, NETWORKS, spoken
+    from fata.bench.report.demo_story import COMPARED, NETWORKS, readable
 
-    effect = Table(
-        "network", "corruption", title="1. Adapting works: accuracy in %, more is better"
-    )
+    effect = Table("network", "corruption", title="1. Adaptation: accuracy in %, higher is better")
     for head in ("unadapted", "norm", "EATA"):
         effect.add_column(head, justify="right")
     for one in story.effects:
         norm = "" if one.norm is None else f"{one.norm:.1f}"
         after = Text(f"{one.after:.1f}", "green" if one.after > one.before else "red")
-        names = (NETWORKS[one.network], spoken(one.corruption))
+        names = (NETWORKS[one.network], readable(one.corruption))
         effect.add_row(*names, f"{one.before:.1f}", norm, after)
-    added = Table("host", title=f"2. What FATA adds: BatchNorm, {spoken(COMPARED)}")
+    added = Table("host", title=f"2. Gain of FATA: BatchNorm, {readable(COMPARED)}")
     for head in ("alone", "with FATA", "gain and 95 % interval"):
         added.add_column(head, justify="right")
     added.add_column("")
@@ -116,7 +116,7 @@ def _print(story: Story) -> None:
         verdict = "" if more.gain.sign else "within noise"
         numbers = (f"{more.alone:.2f}", f"{more.together:.2f}", Text(str(more.gain), colour))
         added.add_row(more.host, *numbers, verdict)
-    guarded = Table("GroupNorm, gaussian noise", title="3. What the guard does")
+    guarded = Table("GroupNorm, gaussian noise", title="3. The guard")
     guarded.add_column("accuracy in %", justify="right")
     for name, accuracy in story.guarded.accuracy.items():
         guarded.add_row(name, f"{accuracy:.1f}")

@@ -21,16 +21,16 @@ def report(
         typer.Option(
             "--output",
             "-o",
-            help="By default report.html; formats other than html go to the terminal.",
+            help="Default: report.html; other formats are printed.",
         ),
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--format", help="html, md, csv or latex; by default what --output ends in."),
+        typer.Option("--format", help="html, md, csv or latex. Default: the suffix of --output."),
     ] = None,
 ) -> None:
-    """Tables like the paper's, curves and histograms: one page that needs no network."""
-    from fata.bench.report.formats import COMMA_HEAD, FORMATS
+    """Write tables like the paper's, curves and histograms to one self-contained page."""
+    from fata.bench.report.formats import CSV_HEADER, FORMATS
     from fata.bench.report.tables import comparisons
     from fata.bench.store import Store, StoreError
 
@@ -55,7 +55,7 @@ def report(
 
         content, output = page(tables), output or Path("report.html")
     else:
-        content = (COMMA_HEAD if kind == "csv" else "") + "\n".join(map(FORMATS[kind], tables))
+        content = (CSV_HEADER if kind == "csv" else "") + "\n".join(map(FORMATS[kind], tables))
     if output is None:
         print(content, end="")
         return

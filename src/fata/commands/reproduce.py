@@ -10,10 +10,10 @@ import typer
 
 from fata._files import write_whole
 from fata.commands import Device, Jobs, chosen_device, say
-from fata.commands.bench import announce, carry_out, here, preview
+from fata.commands.cells import announce, in_processes, preview, run_cells
 
 if TYPE_CHECKING:
-    from fata.bench.paper.sheets import Sheet
+    from fata.bench.paper.side_by_side import SideBySide
     from fata.bench.store import Record
 
 NAMES = (
@@ -23,50 +23,52 @@ NAMES = (
 
 
 def reproduce(
-    name: Annotated[
-        str | None, typer.Argument(help=f"{NAMES}. Without one: what each shows.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help=f"{NAMES}. Without a name: list them.")] = None,
     imagenet_c: Annotated[
-        Path | None, typer.Option("--imagenet-c", help="ImageNet-C, as released.")
+        Path | None, typer.Option("--imagenet-c", help="Folder of ImageNet-C, as released.")
     ] = None,
     imagenet: Annotated[
         Path | None,
         typer.Option(
-            help="ImageNet's validation pictures: for EATA's penalty; corrupted here if alone."
+            help="ImageNet's validation images: for EATA's penalty, or corrupted on the fly."
         ),
     ] = None,
     office_home: Annotated[
-        Path | None, typer.Option("--office-home", help="Office-Home, for table4 and tableA.")
+        Path | None,
+        typer.Option("--office-home", help="Folder of Office-Home, for table4 and tableA."),
     ] = None,
     sources: Annotated[
-        Path, typer.Option(help="What fata train-source made of Office-Home's domains.")
+        Path,
+        typer.Option(help="Folder of the models that fata train-source trained on Office-Home."),
     ] = Path(),
     data: Annotated[
         str | None,
-        typer.Option(help="For networks in the package: embedded, cifar10:DIR, cifar10-c:DIR."),
+        typer.Option(
+            help="Data for the networks in the package: embedded, cifar10:DIR, cifar10-c:DIR."
+        ),
     ] = None,
     subset: Annotated[
-        int | None, typer.Option(min=1, help="Images of each corruption; by default all.")
+        int | None, typer.Option(min=1, help="Images of each corruption. Default: all.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Number of orders of the images.")] = 1,
-    store: Annotated[Path, typer.Option("--store", help="The file of results.")] = Path(
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds.")] = 1,
+    store: Annotated[Path, typer.Option("--store", help="SQLite file of results.")] = Path(
         "results.db"
     ),
     jobs: Jobs = 1,
     device: Device = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="A page .html, or the numbers .md or .csv."),
+        typer.Option("--output", "-o", help="A page (.html), or the numbers (.md, .csv)."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the cells, and about how long they will take.")
+        bool,
+        typer.Option("--dry-run", help="Only list the cells, and estimate their time."),
     ] = False,
 ) -> None:
-    """Run what is behind a table or figure of the paper; print its numbers, ours, the difference.
+    """Run a table or figure of the paper; print its numbers, ours and the difference.
 
-    Works at once with --data embedded: networks and images in the package stand in for the paper's.
-    Cells are kept in the store, as those of fata bench are: the same command again runs what is
-    missing.
+    With --data embedded, networks and images in the package replace the paper's. Cells are stored
+    as by fata bench: the same command again runs only what is missing.
     """
     from fata.bench.paper.experiments import experiments
 
@@ -76,11 +78,11 @@ def reproduce(
         return
 
     from fata.bench.grid import GridError
-    from fata.bench.paper.plan import Given, experiment, plan
-    from fata.bench.paper.results import gather, hyperparameters, sheet
-    from fata.bench.paper.sheets import FORMATS
+    from fata.bench.paper.plan import DataPaths, experiment, plan
+    from fata.bench.paper.results import gather, hyperparameters, side_by_side
+    from fata.bench.paper.side_by_side import FORMATS
     from fata.bench.run.local import missing
-    from fata.bench.run.runner import Workshop
+    from fata.bench.run.runner import CellRunner
     from fata.bench.store import Store, StoreError
     from fata.data import DataError
     from fata.zoo import ZooError
@@ -92,31 +94,33 @@ def reproduce(
             _show_and_write(name, hyperparameters(), [], output, kind)
             return
         kind = _kind(output, ("html", *FORMATS))
-        todo = plan(one, Given(data, imagenet_c, imagenet, office_home, sources), seeds, subset)
-        workshop = Workshop(chosen_device(device), todo.jpeg, todo.fisher)
-        cells = [slot.cell for slot in todo.slots]
+        planned = plan(
+            one, DataPaths(data, imagenet_c, imagenet, office_home, sources), seeds, subset
+        )
+        runner = CellRunner(chosen_device(device), planned.jpeg, planned.fisher)
+        cells = [one.cell for one in planned.cells]
         results = Store(store)
-        tasks = missing(cells, results, workshop, again=False)
+        tasks = missing(cells, results, runner, again=False)
     except (GridError, DataError, ZooError, StoreError) as error:
         raise typer.BadParameter(str(error)) from error
     remedy = ": give --imagenet DIR too" if imagenet_c else ""
-    announce(cells, tasks, results, workshop, remedy)
+    announce(cells, tasks, results, runner, remedy)
     if dry_run:
-        preview(tasks, results, workshop, jobs)
+        preview(tasks, results, runner, jobs)
         return
-    watcher = carry_out(tasks, results, workshop, here(jobs))
-    found = gather(todo, results, workshop)
+    watcher = run_cells(tasks, results, runner, in_processes(jobs))
+    found = gather(planned, results, runner)
     records = [record for parts in found.values() for some in parts.values() for record in some]
     if records:
         if one.figure and output is None:
             output, kind = Path(f"{name}.html"), "html"
-        made = sheet(one, todo, found, workshop)
+        made = side_by_side(one, planned, found, runner)
         _show_and_write(name, made, records, output, kind)
     watcher.close()
 
 
 def _kind(output: Path | None, accepted: Iterable[str]) -> str:
-    """What is to be written: by the end of the file's name."""
+    """The format to write, from the file's suffix."""
     from fata.bench.grid import GridError
 
     kind = output.suffix.removeprefix(".") if output else ""
@@ -124,17 +128,17 @@ def _kind(output: Path | None, accepted: Iterable[str]) -> str:
         raise GridError(
             f"--output {output}: give a name that ends in {' or '.join(f'.{k}' for k in accepted)}."
         )
-    if output and not output.parent.is_dir():  # to be known before hours of runs, not after
+    if output and not output.parent.is_dir():  # fail before hours of runs, not after
         raise GridError(f"cannot write {str(output)!r}: there is no folder {str(output.parent)!r}.")
     return kind
 
 
 def _show_and_write(
-    name: str, made: Sheet, records: Sequence[Record], output: Path | None, kind: str
+    name: str, made: SideBySide, records: Sequence[Record], output: Path | None, kind: str
 ) -> None:
-    from fata.bench.paper.sheets import FORMATS
+    from fata.bench.paper.side_by_side import FORMATS
     from fata.bench.report.tables import comparisons
-    from fata.commands.sheets import show
+    from fata.commands.show_side_by_side import show
 
     show(made)
     for note in made.notes:

@@ -1,4 +1,4 @@
-"""`fata train-source`: a source model of one domain."""
+"""`fata train-source`: train a source model on one domain."""
 
 from __future__ import annotations
 
@@ -20,34 +20,31 @@ if TYPE_CHECKING:
 
 
 def train_source(
-    data: Annotated[str, typer.Option(help="Pictures in folders: office-home:DIR, or folder:DIR.")],
-    model: Annotated[str, typer.Option(help="Where to start: a name that fata.zoo.load takes.")],
+    data: Annotated[str, typer.Option(help="Images in folders: office-home:DIR, or folder:DIR.")],
+    model: Annotated[str, typer.Option(help="Pretrained model: a name for fata.zoo.load.")],
     domain: Annotated[
-        str | None, typer.Option(help="The one to train on; all: one model for each.")
+        str | None, typer.Option(help="Domain to train on; all: one model for each.")
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--out", "--output", "-o", help="A .safetensors file, or a folder for the usual names."
-        ),
+        typer.Option("--out", "--output", "-o", help="A .safetensors file, or a folder."),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's 30.")] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(min=2, help="Instead of the recipe's 64.")
-    ] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs. Default: 30.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=2, help="Batch size. Default: 64.")] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Instead of 0.01 (transformers: 3e-5); the head's is 10 x.")
+        float | None,
+        typer.Option(help="Learning rate; 10 x for the head. Default: 0.01, transformers 3e-5."),
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the split, the order and the crops.")] = 0,
     device: Device = None,
     workers: Workers = None,
     skip_damaged: Annotated[
-        bool, typer.Option("--skip-damaged", help="Leave out pictures that cannot be read.")
+        bool, typer.Option("--skip-damaged", help="Leave out images that cannot be read.")
     ] = False,
 ) -> None:
-    """Fine-tune a network on one domain: a source model to adapt to the others.
+    """Fine-tune a network on one domain: a source model to adapt to other domains.
 
-    Written after every epoch, so Ctrl-C keeps the last one. The recipe: docs/train-source.md.
+    The file is written after every epoch: Ctrl-C keeps the last one. See docs/train-source.md.
     """
     import torch
 
@@ -58,12 +55,12 @@ def train_source(
     where = chosen_device(device)
     try:
         dataset = open_data(data)
-        places = training.places(dataset, domain, model, output)
+        output_files = training.output_files(dataset, domain, model, output)
         loaded = zoo.load(model)
         recipe = training.Recipe.suiting(
             loaded.model, epochs=epochs, batch_size=batch_size, lr=lr, seed=seed
         )
-        for name, place in places.items():
+        for name, place in output_files.items():
             say(
                 f"{name}: {loaded.name} on {where}, {recipe.optimizer} at {recipe.lr:g}, batches "
                 f"of {recipe.batch_size}"
@@ -78,13 +75,13 @@ def train_source(
 
 
 def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
-    """Train: a bar on a terminal, a line an epoch everywhere; Ctrl-C stops after the batch."""
+    """Train with a progress bar and a line for each epoch; Ctrl-C stops after the batch."""
     finished, stopped, started = 0, False, perf_counter()
 
     def stop(*_: object) -> None:
         nonlocal stopped
         stopped = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # a second time: at once
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one stops at once
 
     def on_batch(done: float, loss: float) -> None:
         text = f"epoch {finished + 1}/{epochs}, loss {loss:.3f}"
@@ -97,24 +94,24 @@ def _watched(train: Callable[..., Loaded], place: Path, epochs: int) -> None:
         finished = epoch.number
         say(
             f"epoch {finished}/{epochs}: loss {epoch.loss:.3f}, {epoch.accuracy:.1f} % of the "
-            f"held-out pictures, {perf_counter() - started:.0f} s"
+            f"held-out images, {perf_counter() - started:.0f} s"
         )
         if stopped:
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, stop)  # in the midst of a batch workers would complain
+    before = signal.signal(signal.SIGINT, stop)  # during a batch, workers would print errors
     try:
         with Progress(console=console, disable=not console.is_terminal) as progress:
-            task = progress.add_task("reading pictures", total=1.0)
+            task = progress.add_task("reading images", total=1.0)
             recipe = train(on_batch=on_batch, on_epoch=on_epoch).recipe
     except KeyboardInterrupt:
-        kept = f"{place} has the last of them" if finished else "nothing was written"
+        kept = f"{place} has the last one" if finished else "nothing was written"
         say(f"stopped after {finished} of {epochs} epochs; {kept}")
         raise typer.Exit(130) from None
     finally:
         signal.signal(signal.SIGINT, before)
     damaged = f", {recipe['damaged']} damaged ones left out" if recipe["damaged"] else ""
     say(
-        f"{place}: learned from {recipe['learned_from']} pictures, {recipe['accuracy']:.1f} % of "
+        f"{place}: learned from {recipe['learned_from']} images, {recipe['accuracy']:.1f} % of "
         f"{recipe['tested_on']} others{damaged}"
     )

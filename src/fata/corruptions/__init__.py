@@ -1,7 +1,7 @@
 """The 19 corruptions of ImageNet-C, on batches and on any device.
 
 The order is the benchmark's: noise, blur, weather, digital; then the four extra ones, which the
-benchmark leaves for choosing settings by.
+benchmark reserves for tuning.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fata._text import near
 from fata.corruptions import blur, digital, noise, spatter, weather
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 from fata.corruptions.tables import constants
 
-_FUNCTIONS: tuple[Callable[[Tensor, Any, Draws], Tensor], ...] = (
+_FUNCTIONS: tuple[Callable[[Tensor, Any, ImageRng], Tensor], ...] = (
     noise.gaussian_noise,
     noise.shot_noise,
     noise.impulse_noise,
@@ -57,17 +57,17 @@ def corrupt(
 ) -> Tensor:
     """Corrupt images as ImageNet-C does.
 
-    What happens to an image depends on (seed, id, name, severity) alone, not on its batch.
+    The result for an image depends on (seed, id, name, severity) alone, not on its batch.
 
     Args:
         images: (B, 3, H, W) in [0, 1].
         name: one of the 15 in `fata.corruptions.NAMES` or the 4 in `fata.corruptions.EXTRA`.
         severity: 1 to 5. Constants are the published ones for 224, 64 or 32 pixels, whichever is
             nearest.
-        generator: draws the seed, where no fixed one is wanted.
-        seed: of all draws.
-        ids: a number an image; None: its place in the batch.
-        jpeg: pass the result through JPEG at quality 85, as the released files were.
+        generator: draws the seed instead of `seed`.
+        seed: of all random draws.
+        ids: a number for each image; None: its position in the batch.
+        jpeg: compress the result as JPEG at quality 85, as the released files.
 
     Example:
         >>> import fata, torch
@@ -93,20 +93,20 @@ def corrupt(
 def unchecked(
     images: Tensor, name: str, severity: int, seed: int, ids: Iterable[int], jpeg: bool
 ) -> Tensor:
-    """As `corrupt`, of what is known to be right: it waits for no device to say so."""
-    draws = Draws.of(seed, ids, name, severity, images.device)
+    """As `corrupt`, without checks of the images, which wait for the device."""
+    rng = ImageRng.of(seed, ids, name, severity, images.device)
     settings = constants(name, severity, min(images.shape[-2:]))
     corrupted = torch.cat(
         [
-            BY_NAME[name](part, settings, Draws(keys)).clamp_(0, 1)
-            for part, keys in zip(*(_parts(t, name) for t in (images, draws.keys)), strict=True)
+            BY_NAME[name](part, settings, ImageRng(keys)).clamp_(0, 1)
+            for part, keys in zip(*(_parts(t, name) for t in (images, rng.keys)), strict=True)
         ]
     )
     return digital.jpeg(corrupted, 85) if jpeg else corrupted
 
 
 def _parts(batch: Tensor, name: str) -> tuple[Tensor, ...]:
-    """A CPU is fastest on what fits its cache, but for steps and threads that a batch shares."""
+    """A CPU is fastest on parts that fit its cache, unless a corruption works on whole batches."""
     if batch.device.type != "cpu" or name in ("glass_blur", "jpeg_compression"):
         return (batch,)
     return torch.split(batch, 8)
@@ -125,10 +125,10 @@ def _check(images: Tensor) -> None:
 
 
 def _check_range(images: Tensor) -> None:
-    """One look at all pixels, for which a GPU is waited for once."""
+    """Check all pixels; synchronises with a GPU once."""
     low, high = torch.stack(images.aminmax()).tolist() if len(images) else (0.0, 1.0)
     if not (low >= -_ROUNDING and high <= 1 + _ROUNDING):
         raise ValueError(
             f"images must be in [0, 1], found {low:.4g} to {high:.4g}: divide bytes by 255, "
-            f"corrupt before mean and std are applied, and clamp what a resize made of them."
+            f"corrupt before mean and std are applied, and clamp resized images."
         )

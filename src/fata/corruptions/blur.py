@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from fata.corruptions import filters
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 
 
-def gaussian_blur(x: Tensor, sigma: float, draws: Draws) -> Tensor:
+def gaussian_blur(x: Tensor, sigma: float, rng: ImageRng) -> Tensor:
     """Out of focus, softly."""
     return filters.gaussian_blur(x, sigma)
 
 
-def defocus_blur(x: Tensor, constants: tuple[int, float], draws: Draws) -> Tensor:
+def defocus_blur(x: Tensor, constants: tuple[int, float], rng: ImageRng) -> Tensor:
     """Out of focus: every point becomes a disk."""
     return filters.convolve(x, _disk(*constants).to(x.device), "reflect")
 
@@ -39,13 +39,13 @@ def _disk(radius: int, softness: float) -> Tensor:
     return soft[0, 0]
 
 
-def motion_blur(x: Tensor, constants: tuple[int, float], draws: Draws) -> Tensor:
+def motion_blur(x: Tensor, constants: tuple[int, float], rng: ImageRng) -> Tensor:
     """The camera moved, at an angle of up to 45 degrees."""
     radius, sigma = constants
-    return filters.motion_blur(x, radius, sigma, draws.uniform(-45, 45))
+    return filters.motion_blur(x, radius, sigma, rng.uniform(-45, 45))
 
 
-def zoom_blur(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor:
+def zoom_blur(x: Tensor, constants: tuple[float, float], rng: ImageRng) -> Tensor:
     """The camera came nearer: the mean of the image and its enlargements."""
     end, step = constants
     factors = [1 + step * i for i in range(math.ceil((end - 1) / step))]
@@ -55,14 +55,14 @@ def zoom_blur(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor
     return total / (len(factors) + 1)
 
 
-def glass_blur(x: Tensor, constants: tuple[float, int, int], draws: Draws) -> Tensor:
+def glass_blur(x: Tensor, constants: tuple[float, int, int], rng: ImageRng) -> Tensor:
     """Seen through ribbed glass: pixels take the values of near ones, between two soft blurs."""
     sigma, reach, rounds = constants
     x = (filters.gaussian_blur(x, sigma) * 255).floor() / 255
-    return filters.gaussian_blur(_scattered(x, reach, rounds, draws), sigma)
+    return filters.gaussian_blur(_scattered(x, reach, rounds, rng), sigma)
 
 
-def _scattered(x: Tensor, reach: int, rounds: int, draws: Draws) -> Tensor:
+def _scattered(x: Tensor, reach: int, rounds: int, rng: ImageRng) -> Tensor:
     """Give each pixel the value of one up to `reach` away, in a scan from the last to the first.
 
     Values travel: each pixel sees what those before it took. (The published code means to swap the
@@ -74,7 +74,7 @@ def _scattered(x: Tensor, reach: int, rounds: int, draws: Draws) -> Tensor:
     place, counts = _slanted(height, width, reach, x.device)
     origin = torch.arange(height * width, device=x.device).repeat(rows, 1)
     for _ in range(rounds):
-        down, right = draws.integer(-reach, reach, 2, len(place)).unbind(1)
+        down, right = rng.integer(-reach, reach, 2, len(place)).unbind(1)
         taken = place + down * width + right
         for here, there in zip(
             torch.split(place, counts), torch.split(taken, counts, 1), strict=True

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from io import BytesIO
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from torch import Tensor
 
 from fata.corruptions import filters
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 
 
-def contrast(x: Tensor, factor: float, draws: Draws) -> Tensor:
+def contrast(x: Tensor, factor: float, rng: ImageRng) -> Tensor:
     """Draw every channel towards its mean."""
     mean = x.mean((2, 3), keepdim=True)
     return torch.lerp(mean, x, factor)
 
 
-def brightness(x: Tensor, more: float, draws: Draws) -> Tensor:
+def brightness(x: Tensor, more: float, rng: ImageRng) -> Tensor:
     """Raise the value of HSV, hue and saturation kept."""
     value = x.amax(1, keepdim=True)
     raised = (value + more).clamp(max=1)
     return torch.where(value > 0, x * (raised / value.clamp(min=1e-9)), raised)
 
 
-def saturate(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor:
+def saturate(x: Tensor, constants: tuple[float, float], rng: ImageRng) -> Tensor:
     """Scale and raise the saturation of HSV, hue and value kept."""
     factor, more = constants
     value, least = x.amax(1, keepdim=True), x.amin(1, keepdim=True)
@@ -41,14 +41,14 @@ def saturate(x: Tensor, constants: tuple[float, float], draws: Draws) -> Tensor:
     return value * (1 - after * torch.where(spread > 0, depth, grey))
 
 
-def elastic_transform(x: Tensor, constants: tuple[float, float, float], draws: Draws) -> Tensor:
+def elastic_transform(x: Tensor, constants: tuple[float, float, float], rng: ImageRng) -> Tensor:
     """A small random affine map, then every pixel moves along a smooth random field."""
     alpha, sigma, jitter = constants
     height, width = x.shape[-2:]
-    x = _sample(x, _affine_map(x, jitter, draws), "reflect")
+    x = _sample(x, _affine_map(x, jitter, rng), "reflect")
     if not alpha:
         return x
-    field = alpha * draws.uniform(-1, 1, 2, height, width)
+    field = alpha * rng.uniform(-1, 1, 2, height, width)
     field = filters.gaussian_blur(field, sigma, 3.0, "symmetric")
     return _sample(x, field + _grid(height, width, x.device), "symmetric")
 
@@ -59,14 +59,14 @@ def _grid(height: int, width: int, device: torch.device) -> Tensor:
     return torch.stack(torch.meshgrid(*axes, indexing="ij"))
 
 
-def _affine_map(x: Tensor, jitter: float, draws: Draws) -> Tensor:
-    """Where each pixel comes from, (B, 2, H, W), when three points of a square are moved."""
+def _affine_map(x: Tensor, jitter: float, rng: ImageRng) -> Tensor:
+    """Source of each pixel, (B, 2, H, W), when three points of a square are moved."""
     height, width = x.shape[-2:]
     centre = torch.tensor([height // 2, width // 2], device=x.device, dtype=torch.float32)
     reach = min(height, width) // 3
     corners = torch.tensor([[1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]], device=x.device) * reach
     before = (centre + corners).expand(len(x), 3, 2)
-    after = before + draws.uniform(-jitter, jitter, 3, 2)
+    after = before + rng.uniform(-jitter, jitter, 3, 2)
     ones = torch.ones(len(x), 3, 1, device=x.device)
     back = torch.linalg.solve(torch.cat((after, ones), 2), before)  # (B, 3, 2)
     grid = _grid(height, width, x.device).flatten(1).mT
@@ -85,7 +85,7 @@ def _sample(x: Tensor, places: Tensor, mode: str) -> Tensor:
     return values
 
 
-def pixelate(x: Tensor, factor: float, draws: Draws) -> Tensor:
+def pixelate(x: Tensor, factor: float, rng: ImageRng) -> Tensor:
     """Fewer pixels: a mean over boxes, shown as squares."""
     shape, (height, width) = x.shape, x.shape[-2:]
     down, right = int(height * factor), int(width * factor)
@@ -113,7 +113,7 @@ def _squares(x: Tensor, size: int) -> Tensor:
     return x.index_select(1, place.long())
 
 
-def jpeg_compression(x: Tensor, quality: float, draws: Draws) -> Tensor:
+def jpeg_compression(x: Tensor, quality: float, rng: ImageRng) -> Tensor:
     """What a JPEG file of that quality keeps."""
     return jpeg(x, int(quality))
 
@@ -140,6 +140,10 @@ def jpeg(x: Tensor, quality: int) -> Tensor:
     """
     if x.device.type != "cpu":
         return _jpeg(x, quality)
+    if find_spec("PIL") is None:
+        raise ModuleNotFoundError(
+            "JPEG compression on the CPU needs Pillow: pip install fata[bench]", name="PIL"
+        )
     red, green, blue = (x * 255).round_().to(torch.uint8).unbind(1)
     pixels = torch.stack((red, green, blue, blue), 3)  # Pillow's own layout: nothing to convert
     files = [_encoded(image, quality) for image in pixels.numpy()]
@@ -150,6 +154,8 @@ def jpeg(x: Tensor, quality: int) -> Tensor:
 
 def _encoded(pixels: np.ndarray, quality: int) -> BytesIO:
     """A JPEG file of bytes (H, W, 4), the fourth of no meaning."""
+    from PIL import Image
+
     file = BytesIO()
     height, width = pixels.shape[:2]
     image = Image.frombuffer("RGBX", (width, height), pixels, "raw", "RGBX", 0, 1)
@@ -159,6 +165,8 @@ def _encoded(pixels: np.ndarray, quality: int) -> BytesIO:
 
 def _decode(file: BytesIO, pixels: np.ndarray) -> None:
     """Overwrite bytes (H, W, 4) by what the file holds."""
+    from PIL import Image
+
     decoded = Image.open(file).tobytes("raw", "RGBX")
     pixels[...] = np.frombuffer(decoded, np.uint8).reshape(pixels.shape)
 

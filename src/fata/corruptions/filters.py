@@ -47,7 +47,7 @@ def gaussian_blur(
     truncate: float = 4.0,
     mode: str = "replicate",
 ) -> Tensor:
-    """Blur by a Gaussian that is cut off at so many deviations: one product a side."""
+    """Separable Gaussian blur, truncated at a number of standard deviations."""
     sigmas = sigma if isinstance(sigma, tuple) else (sigma, sigma)
     sides = zip(x.shape[-2:], sigmas, strict=True)
     rows, columns = (_band(size, s, truncate, mode).to(x.device) for size, s in sides)
@@ -86,7 +86,7 @@ def motion_blur(x: Tensor, radius: int, sigma: float, angle: Tensor) -> Tensor:
     weights = torch.exp(-0.5 * (step / sigma) ** 2)
     weights = weights / weights.sum()
     way = torch.deg2rad(angle)[:, None]
-    down = (step * way.sin() - 0.5).ceil().long()  # (B, width): how far each tap looks
+    down = (step * way.sin() - 0.5).ceil().long()  # (B, width): offset of each tap
     right = (step * way.cos() - 0.5).ceil().long()
     side = 2 * width - 1
     kernel = torch.zeros(len(x), side * side, device=x.device)

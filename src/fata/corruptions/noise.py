@@ -7,33 +7,33 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 
 _BITS = 14
 
 
-def gaussian_noise(x: Tensor, deviation: float, draws: Draws) -> Tensor:
+def gaussian_noise(x: Tensor, deviation: float, rng: ImageRng) -> Tensor:
     """Add noise of one deviation to every value."""
-    return draws.normal(*x.shape[1:]).mul_(deviation).add_(x)
+    return rng.normal(*x.shape[1:]).mul_(deviation).add_(x)
 
 
-def speckle_noise(x: Tensor, deviation: float, draws: Draws) -> Tensor:
+def speckle_noise(x: Tensor, deviation: float, rng: ImageRng) -> Tensor:
     """Noise in proportion to the value."""
-    return x + x * draws.normal(*x.shape[1:]).mul_(deviation)
+    return x + x * rng.normal(*x.shape[1:]).mul_(deviation)
 
 
-def impulse_noise(x: Tensor, amount: float, draws: Draws) -> Tensor:
+def impulse_noise(x: Tensor, amount: float, rng: ImageRng) -> Tensor:
     """Set a share of all values to black or white."""
-    u = draws.uniform(0, 1, *x.shape[1:])
+    u = rng.uniform(0, 1, *x.shape[1:])
     x = torch.where(u < amount / 2, 0.0, x)
     return torch.where((u >= amount / 2) & (u < amount), 1.0, x)
 
 
-def shot_noise(x: Tensor, photons: float, draws: Draws) -> Tensor:
-    """Poisson counts of so many photons at full brightness, of the 256 levels of an image."""
+def shot_noise(x: Tensor, photons: float, rng: ImageRng) -> Tensor:
+    """Poisson noise of a number of photons at full brightness, for 256 levels of an image."""
     table = _poisson_quantiles(photons).to(x.device)
     level = (x * 255).round_().long()
-    place = draws.uniform(0, 1 << _BITS, *x.shape[1:]).long()
+    place = rng.uniform(0, 1 << _BITS, *x.shape[1:]).long()
     return table[level.mul_(1 << _BITS).add_(place)] / photons
 
 

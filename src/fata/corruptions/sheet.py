@@ -1,25 +1,23 @@
-"""A picture of all corruptions at all severities, for `fata corrupt`."""
+"""A contact sheet of all corruptions at all severities, for `fata corrupt`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from torch import Tensor
-from torchvision.transforms.v2 import functional as T
 
 from fata.corruptions import SEVERITIES, corrupt
 
 _MARGIN, _LABEL, _GAP = 4, 150, 24
 
 
-def square(picture: Image.Image, side: int) -> Tensor:
-    """The middle of a picture as (1, 3, side, side) in [0, 1]."""
-    pixels = T.to_dtype(T.pil_to_tensor(picture.convert("RGB")), torch.float32, scale=True)
-    pixels = T.resize(pixels, [side], antialias=True)
-    middle: Tensor = T.center_crop(pixels, [side, side])
-    return middle[None]
+def square(photo: Image.Image, side: int) -> Tensor:
+    """The middle of an image as (1, 3, side, side) in [0, 1]."""
+    middle = ImageOps.fit(photo.convert("RGB"), (side, side), Image.Resampling.BILINEAR)
+    return torch.from_numpy(np.array(middle)).permute(2, 0, 1)[None] / 255
 
 
 def draw(
@@ -38,7 +36,7 @@ def draw(
         pen.text((_MARGIN, top + side // 2 - 7), name.replace("_", " "), "black", font)
         cells = [image, *(corrupt(image, name, severity, seed=seed) for severity in SEVERITIES)]
         for column, cell in enumerate(cells):
-            pixels = (cell[0] * 255).round().to(torch.uint8)
-            sheet.paste(T.to_pil_image(pixels), (_LABEL + column * (side + _MARGIN), top))
+            pixels = (cell[0] * 255).round().to(torch.uint8).permute(1, 2, 0)
+            sheet.paste(Image.fromarray(pixels.numpy()), (_LABEL + column * (side + _MARGIN), top))
             tick()
     return sheet

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fata.corruptions import filters
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 
 _SOBEL = (
     ((-1, -2, -1), (0, 0, 0), (1, 2, 1)),  # down
@@ -27,10 +27,10 @@ _STEPS = {  # what a step to a neighbour costs, and a knight's move
 }
 
 
-def spatter(x: Tensor, constants: tuple[float, ...], draws: Draws) -> Tensor:
+def spatter(x: Tensor, constants: tuple[float, ...], rng: ImageRng) -> Tensor:
     """Drops of water or splashes of mud on the lens."""
     mean, deviation, sigma, threshold, strength, mud = constants
-    layer = mean + deviation * draws.normal(1, *x.shape[-2:])
+    layer = mean + deviation * rng.normal(1, *x.shape[-2:])
     layer = filters.gaussian_blur(layer, sigma)
     layer = torch.where(layer < threshold, 0.0, layer)
     if mud:
@@ -110,7 +110,7 @@ def _filtered(x: Tensor, kernel: tuple[tuple[float, ...], ...], border: str) -> 
 
 
 def _moved(x: Tensor, down: int, right: int, beyond: float = 0) -> Tensor:
-    """What each pixel finds so many pixels down and to the right of it."""
+    """The image shifted up and to the left by a number of pixels."""
     if abs(down) >= x.shape[-2] or abs(right) >= x.shape[-1]:
         return torch.full_like(x, beyond)
     return F.pad(x, (-right, right, -down, down), value=beyond)

@@ -1,8 +1,9 @@
-"""Data sets, and the order in which a model meets them."""
+"""Data sets, and streams over them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ KINDS = {
     "embedded": "2,000 test images of CIFAR-10, in the package",
     "cifar10": "the python version's files, or PNG files of one image a row",
     "cifar10-c": "the released .npy files",
-    "imagenet": "validation pictures, one folder a synset",
+    "imagenet": "validation images, one folder a synset",
     "imagenet-c": "the released layout, corruption/severity/synset",
     "office-home": "Art, Clipart, Product, Real World; 65 classes",
     "folder": "one folder a class, or one folder a domain with one a class in it",
@@ -50,10 +51,10 @@ def open(
 
     Args:
         spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`.
-        fit: the model that will meet it; its preprocessing makes the pictures, and its classes
-            must be those of the data. None: 224 pixels out of 256.
-        jpeg: corruptions made on the fly go through JPEG at quality 85, as the released files did.
-        download: fetch CIFAR-10 through torchvision where it is missing.
+        fit: the model to be tested on it; its preprocessing is applied, and its classes must be
+            those of the data. None: resize to 256, crop to 224.
+        jpeg: corruptions made on the fly are JPEG-compressed at quality 85, as the released ones.
+        download: download CIFAR-10 with torchvision if it is missing.
 
     Example:
         >>> import fata
@@ -63,8 +64,10 @@ def open(
     """
     if not isinstance(spec, str) or not (fit is None or hasattr(fit, "preprocess")):
         raise TypeError(
-            "fata.data.open takes a name such as 'embedded', and for fit what fata.zoo.load gives."
+            "fata.data.open takes a name such as 'embedded', and as fit what fata.zoo.load gives."
         )
+    if find_spec("PIL") is None:
+        raise DataError("data sets need Pillow: pip install fata[bench]")
     kind, _, where = spec.partition(":")
     if kind not in KINDS:
         raise DataError(
@@ -74,9 +77,11 @@ def open(
     if (kind == "embedded") == bool(where):
         raise DataError(f"{spec!r}: give {kind if kind == 'embedded' else f'{kind}:DIR'}.")
     if jpeg and kind in ("imagenet-c", "cifar10-c", "office-home"):
-        raise DataError(f"jpeg: the pictures of {kind} are on the disk as they are.")
+        raise DataError(f"jpeg: the images of {kind} are used as they are on the disk.")
     if download and kind != "cifar10":
-        raise DataError(f"download: {kind} must be put in place by hand; see docs/data.md.")
+        raise DataError(
+            f"download: {kind} cannot be downloaded; docs/data.md says where to get it."
+        )
     folder = Path(where).expanduser() if where else _EMBEDDED
     if download:
         cifar.download(folder)
@@ -100,18 +105,18 @@ _OPENERS: dict[str, Callable[[str, Path, Preprocess, bool], Dataset]] = {
 
 
 def _check(dataset: Dataset, kind: str, model: Loaded) -> None:
-    """Refuse a model that cannot tell the data's classes or take its pictures."""
+    """Raise if the model has other classes than the data, or takes images of another size."""
     have, want = len(dataset.classes), model.classes
     numbered = all(name.isdecimal() for name in dataset.classes)  # some may be missing at the end
     if have > want or (have < want and not numbered):
         raise DataError(
-            f"{dataset.spec} has {have} classes, but {model.name} tells {want} apart: "
+            f"{dataset.spec} has {have} classes, but {model.name} has {want}: "
             f"choose a model that was trained on these classes (fata train-source makes one)."
         )
     if model.labels != dataset.classes and sorted(model.labels) == sorted(dataset.classes):
         raise DataError(f"{model.name} has the classes of {dataset.spec} in another order.")
     if kind in ("embedded", "cifar10", "cifar10-c") and model.preprocess.size != 32:
         raise DataError(
-            f"{dataset.spec} has pictures of 32 pixels, but {model.name} takes "
+            f"{dataset.spec} has images of 32 pixels, but {model.name} takes "
             f"{model.preprocess.size}."
         )

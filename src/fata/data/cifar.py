@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from fata.corruptions import BY_NAME, SEVERITIES
-from fata.data.dataset import MADE, Arrays, Dataset, Domain
+from fata.data.dataset import MADE, Dataset, Domain, ImageArrays
 from fata.data.errors import DataError
 
 CLASSES = (
@@ -38,11 +37,11 @@ def read(folder: Path, split: str = "test") -> tuple[Tensor, Tensor]:
         raise DataError(
             f"no CIFAR-10 in {folder}: expected the python version's files ({_PARTS[split][0]}, "
             f"...) or PNG files ({_PARTS[split][0]}.png, ...), there or in cifar-10-batches-py/. "
-            f"download=True (--download) fetches the former."
+            f"download=True (--download) downloads the former."
         )
     if missing := [file for file in files if not file.exists()]:
         raise DataError(f"CIFAR-10 is not complete: {missing[0]} is missing.")
-    return _pictures(files, split) if files[0].suffix == ".png" else _pickles(files)
+    return _png_images(files, split) if files[0].suffix == ".png" else _pickles(files)
 
 
 def _find(folder: Path, split: str) -> list[Path]:
@@ -55,7 +54,7 @@ def _find(folder: Path, split: str) -> list[Path]:
     return []
 
 
-def _pictures(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
+def _png_images(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
     lists = [files[0].with_name(f"{split}_{name}.json") for name in ("lables", "labels")]
     listed = next((file for file in lists if file.exists()), None)
     if listed is None:
@@ -67,10 +66,11 @@ def _pictures(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
 
 def _rows(file: Path) -> Tensor:
     """Images of a PNG file with one 32 x 32 image a row of 1,024 pixels."""
+    from PIL import Image
 
     def pixels() -> np.ndarray:
-        with Image.open(file) as picture:
-            return np.array(picture.convert("RGB"))
+        with Image.open(file) as image:
+            return np.array(image.convert("RGB"))
 
     rows = _reading(file, pixels)
     if rows.shape[1] != 1024:
@@ -117,7 +117,7 @@ class _Array:
         self.values = values.reshape(shape, order="F" if fortran else "C")
 
 
-class _Kind:
+class _Dtype:
     def __init__(self, name: str | bytes, *_: object) -> None:
         if name not in ("u1", b"u1"):
             raise pickle.UnpicklingError(f"an array of {name!r}; expected bytes, 'u1'")
@@ -125,7 +125,7 @@ class _Kind:
     def __setstate__(self, state: object) -> None: ...
 
 
-def _array_of(content: bytes, kind: _Kind, shape: tuple[int, ...], order: str) -> _Array:
+def _array_of(content: bytes, kind: _Dtype, shape: tuple[int, ...], order: str) -> _Array:
     """As arrays are written since Python 3.8."""
     array = _Array()
     array.__setstate__((1, shape, kind, order == "F", content))
@@ -137,17 +137,17 @@ def _encode(text: str, _: str) -> bytes:
     return text.encode("latin1")
 
 
-_STAND_INS = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Kind, "_frombuffer": _array_of}
+_STAND_INS = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Dtype, "_frombuffer": _array_of}
 
 
 def dataset(spec: str, folder: Path, jpeg: bool) -> Dataset:
     """The test images; corruptions are made on the fly."""
-    pictures = Arrays(*read(folder))
-    return Dataset(spec, CLASSES, MADE, lambda _: pictures, made=True, jpeg=jpeg)
+    source = ImageArrays(*read(folder))
+    return Dataset(spec, CLASSES, MADE, lambda _: source, made=True, jpeg=jpeg)
 
 
 def corrupted(spec: str, folder: Path) -> Dataset:
-    """CIFAR-10-C: a file a corruption, five severities after each other; whatever is there."""
+    """CIFAR-10-C: one file for each corruption, five severities in it; some may be missing."""
     names = [name for name in BY_NAME if (folder / f"{name}.npy").exists()]
     known = folder / "labels.npy"
     if not names or not known.exists():
@@ -160,7 +160,7 @@ def corrupted(spec: str, folder: Path) -> Dataset:
         raise DataError(f"{known}: {len(labels)} labels are not as many for five severities.")
     domains = tuple(Domain(name, severity) for name in names for severity in SEVERITIES)
 
-    def pictures(domain: Domain) -> Arrays:
+    def source(domain: Domain) -> ImageArrays:
         file, severity = folder / f"{domain.name}.npy", domain.severity or 0
         every = _reading(file, lambda: np.load(file, mmap_mode="r"))
         if every.shape != (len(labels), 32, 32, 3) or every.dtype != np.uint8:
@@ -171,28 +171,30 @@ def corrupted(spec: str, folder: Path) -> Dataset:
         n = len(labels) // 5
         part = slice((severity - 1) * n, severity * n)
         images = torch.from_numpy(np.array(every[part])).permute(0, 3, 1, 2).contiguous()
-        return Arrays(images, labels[part])
+        return ImageArrays(images, labels[part])
 
-    return Dataset(spec, CLASSES, domains, pictures)
+    return Dataset(spec, CLASSES, domains, source)
 
 
 def download(folder: Path) -> None:
-    """Fetch the python version through torchvision, unless CIFAR-10 is there."""
-    from torchvision.datasets import CIFAR10
-
+    """Download the python version with torchvision, unless CIFAR-10 is there."""
     if all(_find(folder, split) for split in _PARTS):
         return
+    try:
+        from torchvision.datasets import CIFAR10
+    except ModuleNotFoundError as error:
+        raise DataError("downloading CIFAR-10 needs torchvision: pip install fata[zoo]") from error
     try:
         CIFAR10(str(folder), download=True)
     except Exception as error:  # whatever the network does
         raise DataError(
-            f"CIFAR-10 cannot be downloaded to {folder}: {error}. Put the files there by hand; "
-            f"docs/data.md says which."
+            f"CIFAR-10 cannot be downloaded to {folder}: {error}. Put the files there yourself; "
+            f"docs/data.md lists them."
         ) from error
 
 
 def _checked(file: Path, labels: Tensor, images: int) -> Tensor:
-    """The labels of a file, if they are what they should be."""
+    """The labels of a file, validated."""
     if labels.shape != (images,) or labels.is_floating_point():
         raise DataError(f"{file}: expected {images:,} labels, one an image, all whole numbers.")
     if images == 0 or labels.min() < 0 or labels.max() >= len(CLASSES):
@@ -201,7 +203,7 @@ def _checked(file: Path, labels: Tensor, images: int) -> Tensor:
 
 
 def _reading(file: Path, how: Callable[[], Any]) -> Any:
-    """What reading a file gives; a file that cannot be read is named."""
+    """Read a file; an error names it."""
     try:
         return how()
     except DataError:

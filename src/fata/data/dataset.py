@@ -1,4 +1,4 @@
-"""What a model meets: pictures with labels, in one or more domains."""
+"""Data sets: images with labels, in one or more domains."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from fata._text import listed, near
@@ -20,11 +19,14 @@ from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
 from fata.zoo.preprocess import as_rgb
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 CLEAN = "clean"
 
 
 class Domain(NamedTuple):
-    """A corruption at a severity, a folder of pictures, or the clean ones."""
+    """A corruption at a severity, a folder of images, or the clean ones."""
 
     name: str
     severity: int | None = None
@@ -33,38 +35,38 @@ class Domain(NamedTuple):
         return self.name if self.severity is None else f"{self.name}-{self.severity}"
 
 
-class Pictures(Protocol):
-    """Pictures of one domain."""
+class ImageSource(Protocol):
+    """Images of one domain."""
 
     @property
     def labels(self) -> Tensor:
-        """The class of each."""
+        """The class of each image."""
 
     def read(self, index: int) -> Tensor:
-        """One picture, (3, H, W), bytes."""
+        """One image, (3, H, W), bytes."""
 
     def name(self, index: int) -> str:
-        """What the picture is called, for errors."""
+        """The image's name, for errors."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal pictures, wherever they lie."""
+        """Equal for equal images, wherever they are stored."""
 
 
 @dataclass(frozen=True, eq=False)
-class Arrays:
-    """Pictures in memory."""
+class ImageArrays:
+    """Images in memory."""
 
     images: Tensor  # (N, 3, H, W), bytes
     labels: Tensor
 
     def read(self, index: int) -> Tensor:
-        """One picture, (3, H, W), bytes."""
+        """One image, (3, H, W), bytes."""
         return self.images[index]
 
     def name(self, index: int) -> str:
         """Its number."""
-        return f"picture {index}"
+        return f"image {index}"
 
     @cached_property
     def digest(self) -> str:
@@ -73,8 +75,8 @@ class Arrays:
 
 
 @dataclass(frozen=True, eq=False)
-class Files:
-    """Pictures on the disk, decoded when they are read."""
+class ImageFiles:
+    """Images on the disk, decoded when they are read."""
 
     folder: Path
     paths: Sequence[str]  # inside the folder
@@ -82,9 +84,11 @@ class Files:
     view: Callable[[Image.Image], Image.Image]  # to the size that the model takes
 
     def read(self, index: int) -> Tensor:
-        """One picture, (3, H, W), bytes."""
-        with Image.open(self.folder / self.paths[index]) as picture:
-            pixels = np.asarray(self.view(_rgb(picture)))
+        """One image, (3, H, W), bytes."""
+        from PIL import Image
+
+        with Image.open(self.folder / self.paths[index]) as image:
+            pixels = np.asarray(self.view(_rgb(image)))
         return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # in order: quick to batch
 
     def name(self, index: int) -> str:
@@ -93,38 +97,38 @@ class Files:
 
     @cached_property
     def digest(self) -> str:
-        """Of names, sizes and labels: reading every picture would take too long."""
+        """Of names, sizes and labels: reading every image would take too long."""
         sizes = (f"{path} {_size(f'{self.folder}/{path}')}" for path in self.paths)
         return _digest(os.fsencode("\n".join(sizes)), self.labels.numpy().data)
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Pictures by domain; corruptions are either on the disk or made on the fly."""
+    """Images by domain; corruptions are either on the disk or made on the fly."""
 
     spec: str
     classes: tuple[str, ...]
-    domains: tuple[Domain, ...]  # what can be met, in the benchmark's order
-    pictures: Callable[[Domain], Pictures]
+    domains: tuple[Domain, ...]  # in the benchmark's order
+    source: Callable[[Domain], ImageSource]
     made: bool = False  # corruptions are made here
     jpeg: bool = False  # ... and go through JPEG, as the released files did
-    _opened: dict[Domain, Pictures] = field(default_factory=dict, repr=False)
+    _opened: dict[Domain, ImageSource] = field(default_factory=dict, repr=False)
 
-    def of(self, domain: Domain) -> Pictures:
-        """The pictures of a domain, before any corruption that is made."""
+    def of(self, domain: Domain) -> ImageSource:
+        """The images of a domain, before any corruption made on the fly."""
         if domain not in self.domains:
             raise DataError(self._unknown(domain))
         if domain not in self._opened:
-            self._opened[domain] = self.pictures(domain)
+            self._opened[domain] = self.source(domain)
         return self._opened[domain]
 
-    def hold(self, pictures: Mapping[Domain, Pictures]) -> None:
-        """Have these pictures at hand, and let go of others."""
+    def hold(self, sources: Mapping[Domain, ImageSource]) -> None:
+        """Keep these images open, and release others."""
         self._opened.clear()
-        self._opened.update(pictures)
+        self._opened.update(sources)
 
     def finish(self, pixels: Tensor, domain: Domain, ids: Sequence[int]) -> Tensor:
-        """Corrupt pixels in [0, 1] where the corruption is not on the disk already."""
+        """Corrupt pixels in [0, 1], unless the corruption is on the disk already."""
         if not self.made or domain.severity is None:
             return pixels
         return unchecked(pixels, domain.name, domain.severity, 0, ids, self.jpeg)
@@ -144,7 +148,7 @@ class Dataset:
         return wanted
 
     def fingerprint(self, domains: Iterable[Domain]) -> str:
-        """Equal where the pictures of these domains are; asks for the size of every file."""
+        """Equal for equal images of these domains; reads the size of every file."""
         digests = {str(domain): self.of(domain).digest for domain in domains}
         if self.made:
             return self.of(Domain(CLEAN)).digest
@@ -152,7 +156,7 @@ class Dataset:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """What a result should be kept with, beside the fingerprint of what came."""
+        """What to store with a result, apart from the fingerprint of the images."""
         facts = {"data": self.spec}
         if self.made:
             facts["corruptions"] = f"made, {'through JPEG 85' if self.jpeg else 'no JPEG'}"
@@ -172,7 +176,7 @@ class Dataset:
 
 
 def data_name(spec: str) -> str:
-    """What data is called wherever it lies: its kind, or the folder's own name."""
+    """The name of data without its path: its kind, or the folder's own name."""
     kind, _, folder = spec.partition(":")
     return Path(folder).expanduser().resolve().name if kind == "folder" else kind
 
@@ -188,14 +192,16 @@ def _digest(*parts: bytes | memoryview) -> str:
 def _size(file: str) -> int:
     try:
         return os.stat(file).st_size
-    except OSError:  # reading it will say what is wrong
+    except OSError:  # reading it will raise
         return -1
 
 
-def _rgb(picture: Image.Image) -> Image.Image:
-    """As torchvision reads folders: EXIF turns nothing. But 16-bit grey is scaled, not clipped."""
-    if picture.mode.startswith("I"):
-        picture = Image.fromarray((np.asarray(picture) >> 8).clip(0, 255).astype(np.uint8))
-    if picture.mode == "P":  # Pillow warns of see-through colours, unless it may keep them
-        picture = picture.convert("RGBA")
-    return as_rgb(picture)
+def _rgb(image: Image.Image) -> Image.Image:
+    """As torchvision's folders: EXIF orientation is ignored. 16-bit grey is scaled, not clipped."""
+    from PIL import Image
+
+    if image.mode.startswith("I"):
+        image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+    if image.mode == "P":  # Pillow warns of see-through colours, unless it may keep them
+        image = image.convert("RGBA")
+    return as_rgb(image)

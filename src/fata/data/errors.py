@@ -1,4 +1,4 @@
-"""What is wrong with a data set."""
+"""Errors of data sets."""
 
 
 class DataError(ValueError):
@@ -6,4 +6,4 @@ class DataError(ValueError):
 
 
 class Damaged(Exception):  # noqa: N818
-    """A picture that was found damaged before; the text is what was said of it then."""
+    """An image that was found damaged before; the text is that of the first error."""

@@ -1,4 +1,4 @@
-"""Data sets that are folders of pictures."""
+"""Data sets that are folders of images."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from PIL import Image
 
 from fata._text import listed
 from fata.corruptions import BY_NAME, SEVERITIES
-from fata.data.dataset import MADE, Dataset, Domain, Files, Pictures
+from fata.data.dataset import MADE, Dataset, Domain, ImageFiles, ImageSource
 from fata.data.errors import DataError
 
-View = Callable[[Image.Image], Image.Image]
+if TYPE_CHECKING:
+    from PIL import Image
+
+View = Callable[["Image.Image"], "Image.Image"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".pgm", ".ppm", ".tif", ".tiff")
 OFFICE_HOME = {
@@ -29,15 +32,15 @@ _MOST_CLASSES = 100_000
 
 
 def imagenet(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
-    """Validation pictures in a folder a synset; corruptions are made on the fly."""
+    """Validation images in a folder a synset; corruptions are made on the fly."""
     place = folder / "val" if (folder / "val").is_dir() else folder
     synsets = _synsets()
-    pictures = _files(place, _synset_folders(place, synsets), view)
-    return Dataset(spec, tuple(synsets), MADE, lambda _: pictures, made=True, jpeg=jpeg)
+    source = _files(place, _synset_folders(place, synsets), view)
+    return Dataset(spec, tuple(synsets), MADE, lambda _: source, made=True, jpeg=jpeg)
 
 
 def imagenet_c(spec: str, folder: Path, view: View) -> Dataset:
-    """The released layout, `corruption/severity/synset/picture`, whatever of it is there."""
+    """The released layout, `corruption/severity/synset/image`; parts may be missing."""
     synsets = _synsets()
     places = {
         Domain(corruption.name, int(severity.name)): severity
@@ -55,11 +58,11 @@ def imagenet_c(spec: str, folder: Path, view: View) -> Dataset:
     order = list(BY_NAME)
     domains = sorted(places, key=lambda domain: (order.index(domain.name), domain.severity))
 
-    def pictures(domain: Domain) -> Pictures:
+    def source(domain: Domain) -> ImageSource:
         place = places[domain]
         return _files(place, _synset_folders(place, synsets), view)
 
-    return Dataset(spec, tuple(synsets), tuple(domains), pictures)
+    return Dataset(spec, tuple(synsets), tuple(domains), source)
 
 
 def office_home(spec: str, folder: Path, view: View) -> Dataset:
@@ -88,11 +91,11 @@ def folder_of(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
     inner = _folders(folder)
     if not inner:
         raise DataError(f"{folder} has no folders: expected one a class, or one a domain.")
-    domains = [one for one in inner if _folders(one) and not _picture_names(one)]
+    domains = [one for one in inner if _folders(one) and not _image_names(one)]
     if not domains:
         classes, labels = _numbered(folder, [one.name for one in inner])
-        pictures = _files(folder, labels, view)
-        return Dataset(spec, classes, MADE, lambda _: pictures, made=True, jpeg=jpeg)
+        source = _files(folder, labels, view)
+        return Dataset(spec, classes, MADE, lambda _: source, made=True, jpeg=jpeg)
     if other := [one for one in inner if one not in domains]:
         raise DataError(
             f"{domains[0]} has folders in it, {other[0]} has none: expected either one folder a "
@@ -136,31 +139,31 @@ def _numbered(folder: Path, names: Iterable[str]) -> tuple[tuple[str, ...], dict
     return tuple(str(label) for label in range(labels[highest] + 1)), labels
 
 
-def _files(folder: Path, labels: Mapping[str, int], view: View) -> Files:
+def _files(folder: Path, labels: Mapping[str, int], view: View) -> ImageFiles:
     paths: list[str] = []
     numbers: list[int] = []
     for name, label in labels.items():
-        inside = _picture_names(folder / name)
+        inside = _image_names(folder / name)
         if not inside:
             raise DataError(
-                f"{folder / name} has no picture: expected files ending in {', '.join(SUFFIXES)}."
+                f"{folder / name} has no image: expected files ending in {', '.join(SUFFIXES)}."
             )
         paths += [f"{name}/{file}" for file in inside]
         numbers += [label] * len(inside)
-    return Files(folder, paths, torch.tensor(numbers), view)
+    return ImageFiles(folder, paths, torch.tensor(numbers), view)
 
 
-def passed_over(pictures: Files) -> Iterator[str]:
-    """What lies beside pictures or their folders and is not read, but for hidden files."""
-    used = set(pictures.paths)
+def ignored_files(source: ImageFiles) -> Iterator[str]:
+    """Files and folders that are not read, apart from hidden ones."""
+    used = set(source.paths)
     classes = {path.partition("/")[0] for path in used}
-    for name, _ in _listing(pictures.folder):
+    for name, _ in _listing(source.folder):
         if name not in classes:
-            yield str(pictures.folder / name)
+            yield str(source.folder / name)
             continue
-        for inner, _ in _listing(pictures.folder / name):
+        for inner, _ in _listing(source.folder / name):
             if f"{name}/{inner}" not in used:
-                yield str(pictures.folder / name / inner)
+                yield str(source.folder / name / inner)
 
 
 def _synset_folders(folder: Path, synsets: Mapping[str, int]) -> dict[str, int]:
@@ -168,15 +171,18 @@ def _synset_folders(folder: Path, synsets: Mapping[str, int]) -> dict[str, int]:
     labels = {name: synsets[name] for name in names if name in synsets}
     if not labels:
         raise DataError(
-            f"no ImageNet pictures in {folder}: expected a folder a synset, such as n01440764/; "
-            f"found {_found(folder)}. Validation pictures that lie in one folder must be sorted "
+            f"no ImageNet images in {folder}: expected a folder a synset, such as n01440764/; "
+            f"found {_found(folder)}. Validation images in one folder must be sorted "
             f"into those first."
         )
     return labels
 
 
 def _synsets() -> dict[str, int]:
-    from timm.data.imagenet_info import ImageNetInfo
+    try:
+        from timm.data.imagenet_info import ImageNetInfo
+    except ModuleNotFoundError as error:
+        raise DataError("the classes of ImageNet need timm: pip install fata[zoo]") from error
 
     names = ImageNetInfo("imagenet-1k").label_names()  # type: ignore[no-untyped-call]
     return {name: label for label, name in enumerate(names)}
@@ -186,7 +192,7 @@ def _folders(folder: Path) -> list[Path]:
     return [folder / name for name, is_folder in _listing(folder) if is_folder]
 
 
-def _picture_names(folder: Path) -> list[str]:
+def _image_names(folder: Path) -> list[str]:
     names = (name for name, is_folder in _listing(folder) if not is_folder)
     return [name for name in names if name.lower().endswith(SUFFIXES)]
 
@@ -196,9 +202,9 @@ def _found(folder: Path) -> str:
 
 
 def _listing(folder: Path) -> list[tuple[str, bool]]:
-    """Names in a folder in order, but for hidden ones, and whether each is a folder."""
+    """Names in a folder in order, without hidden ones, and whether each is a folder."""
     try:
         with os.scandir(folder) as entries:
             return sorted((e.name, e.is_dir()) for e in entries if not e.name.startswith("."))
     except OSError as error:
-        raise DataError(f"cannot look into {folder}: {error.strerror}.") from error
+        raise DataError(f"cannot list {folder}: {error.strerror}.") from error

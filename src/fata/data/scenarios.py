@@ -1,4 +1,4 @@
-"""Scenarios: in which order a model meets its domains, and when it starts anew.
+"""Scenarios: the order of domains and images, and when the model is reset.
 
 A scenario yields segments; a batch never crosses from one into the next.
 """
@@ -20,7 +20,7 @@ from fata.data.label_shift import label_shift
 
 
 def default_batch(scenario: str) -> int:
-    """How many images come at a time, if nobody says."""
+    """The batch size if none is given."""
     return 1 if scenario == "bs1" else 64
 
 
@@ -29,7 +29,7 @@ class Segment:
     """Some images of some domains, in order."""
 
     domains: tuple[Domain, ...]
-    place: np.ndarray  # which of them each image is of
+    place: np.ndarray  # which of the domains each image is from
     index: np.ndarray  # which image of it
     reset: bool  # start from the source model
 
@@ -40,8 +40,8 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Deck:
-    """The domains to be met, and draws that depend on (seed, data, key) alone."""
+class DomainSampler:
+    """The domains of a stream, and random draws that depend on (seed, data, key) alone."""
 
     dataset: Dataset
     names: Sequence[str] | None
@@ -51,11 +51,11 @@ class Deck:
 
     @cached_property
     def domains(self) -> list[Domain]:
-        """At the severity asked for."""
+        """The domains at the given severity."""
         return self.dataset.named(self.names, self.severity)
 
     def members(self, domain: Domain) -> np.ndarray:
-        """Images of a domain; where only some are wanted, the same ones for every seed."""
+        """Indices of a domain's images; a subset is the same for every seed."""
         labels = self.dataset.of(domain).labels
         if self.images is None:
             return np.arange(len(labels))
@@ -63,78 +63,80 @@ class Deck:
         return np.sort(chosen)
 
     def labels(self, domain: Domain) -> np.ndarray:
-        """Of the members, counted through: 0, 1, ... for the classes that have any."""
+        """Labels of the members, renumbered 0, 1, ... over the classes that occur."""
         labels = self.dataset.of(domain).labels.numpy()[self.members(domain)]
         return np.unique(labels, return_inverse=True)[1]
 
     def generator(self, domain: Domain, key: str) -> np.random.RandomState:
-        """For the draws of one domain."""
+        """For the random draws of one domain."""
         return _generator(self.dataset.of(domain).labels, f"{self.seed}/{domain}/{key}")
 
     def shuffled(self, domain: Domain, key: str = "") -> np.ndarray:
-        """Images of a domain in a random order."""
+        """Indices of a domain's images in random order."""
         return self.generator(domain, key).permutation(self.members(domain))
 
 
-def normal(deck: Deck) -> Iterator[Segment]:
-    """One domain after another, shuffled; the model starts anew at each."""
-    for domain in deck.domains:
-        yield Segment.of(domain, deck.shuffled(domain), reset=True)
+def normal(sampler: DomainSampler) -> Iterator[Segment]:
+    """One domain after another, shuffled; the model is reset at each."""
+    for domain in sampler.domains:
+        yield Segment.of(domain, sampler.shuffled(domain), reset=True)
 
 
 def label_shifted(
-    deck: Deck, *, ratio: float = 500_000, length: int | None = None
+    sampler: DomainSampler, *, ratio: float = 500_000, length: int | None = None
 ) -> Iterator[Segment]:
     """As normal, but one class after another dominates (SAR's online label shift)."""
     labels, order = np.empty(0), torch.empty(0)
-    for domain in deck.domains:
-        last, labels = labels, deck.labels(domain)
+    for domain in sampler.domains:
+        last, labels = labels, sampler.labels(domain)
         if not np.array_equal(labels, last):  # corruptions of the same images have one order
             try:
-                order = label_shift(torch.from_numpy(labels), ratio, length, deck.seed)
+                order = label_shift(torch.from_numpy(labels), ratio, length, sampler.seed)
             except ValueError as error:
                 raise DataError(f"label-shift: {error}") from error
-        yield Segment.of(domain, deck.members(domain)[order.numpy()], reset=True)
+        yield Segment.of(domain, sampler.members(domain)[order.numpy()], reset=True)
 
 
-def mixed(deck: Deck) -> Iterator[Segment]:
+def mixed(sampler: DomainSampler) -> Iterator[Segment]:
     """All domains in one shuffled stream."""
-    parts = [deck.members(domain) for domain in deck.domains]
+    parts = [sampler.members(domain) for domain in sampler.domains]
     place = np.repeat(np.arange(len(parts)), [len(part) for part in parts])
-    key = "mixed " + " ".join(map(str, deck.domains))
-    order = deck.generator(deck.domains[0], key).permutation(len(place))
-    yield Segment(tuple(deck.domains), place[order], np.concatenate(parts)[order], reset=True)
+    key = "mixed " + " ".join(map(str, sampler.domains))
+    order = sampler.generator(sampler.domains[0], key).permutation(len(place))
+    yield Segment(tuple(sampler.domains), place[order], np.concatenate(parts)[order], reset=True)
 
 
-def continual(deck: Deck) -> Iterator[Segment]:
-    """One domain after another without a new start."""
-    for number, segment in enumerate(normal(deck)):
+def continual(sampler: DomainSampler) -> Iterator[Segment]:
+    """One domain after another without a reset."""
+    for number, segment in enumerate(normal(sampler)):
         yield replace(segment, reset=number == 0)
 
 
-def gradual(deck: Deck) -> Iterator[Segment]:
-    """Without a new start, severities go 1, 2, ... up to the one asked for, and down to 1 again."""
-    for place, domain in enumerate(deck.domains):
+def gradual(sampler: DomainSampler) -> Iterator[Segment]:
+    """Without a reset, severities go 1, 2, ... up to the given one and down to 1 again."""
+    for place, domain in enumerate(sampler.domains):
         if domain.severity is None:
-            raise DataError(f"gradual: {domain.name!r} of {deck.dataset.spec} has no severities.")
+            raise DataError(
+                f"gradual: {domain.name!r} of {sampler.dataset.spec} has no severities."
+            )
         up = range(1, domain.severity + 1)
         for step, severity in enumerate([*up, *reversed(up[:-1])]):
-            (one,) = deck.dataset.named([domain.name], severity)
-            index = deck.shuffled(one, f"gradual {step}")
+            (one,) = sampler.dataset.named([domain.name], severity)
+            index = sampler.shuffled(one, f"gradual {step}")
             yield Segment.of(one, index, reset=place == step == 0)
 
 
-def recurring(deck: Deck, *, rounds: int = 10) -> Iterator[Segment]:
-    """The sequence again and again without a new start, each time in another order."""
+def recurring(sampler: DomainSampler, *, rounds: int = 10) -> Iterator[Segment]:
+    """The sequence several times without a reset, each time in another order."""
     if not isinstance(rounds, int) or rounds < 1:
         raise DataError(f"recurring(rounds={rounds!r}): must be a whole number, at least 1.")
     for turn in range(rounds):
-        for place, domain in enumerate(deck.domains):
-            index = deck.shuffled(domain, f"round {turn}")
+        for place, domain in enumerate(sampler.domains):
+            index = sampler.shuffled(domain, f"round {turn}")
             yield Segment.of(domain, index, reset=turn == place == 0)
 
 
-def correlated(deck: Deck, *, concentration: float = 0.1) -> Iterator[Segment]:
+def correlated(sampler: DomainSampler, *, concentration: float = 0.1) -> Iterator[Segment]:
     """As normal, but classes come in bursts, of sizes drawn from a Dirichlet distribution.
 
     Time has as many slots as there are classes. Each class spreads its images over the slots by
@@ -142,10 +144,10 @@ def correlated(deck: Deck, *, concentration: float = 0.1) -> Iterator[Segment]:
     """
     if not 0.01 <= concentration < float("inf"):  # below, all draws of a class may underflow to 0
         raise DataError(f"correlated(concentration={concentration!r}): must be at least 0.01.")
-    for domain in deck.domains:
-        rng = deck.generator(domain, "correlated")
-        shuffle = rng.permutation(len(deck.members(domain)))
-        label = deck.labels(domain)[shuffle]
+    for domain in sampler.domains:
+        rng = sampler.generator(domain, "correlated")
+        shuffle = rng.permutation(len(sampler.members(domain)))
+        label = sampler.labels(domain)[shuffle]
         sizes = np.bincount(label)
         slots = []
         for size in sizes:
@@ -156,7 +158,7 @@ def correlated(deck: Deck, *, concentration: float = 0.1) -> Iterator[Segment]:
         slot[label.argsort(kind="stable")] = np.concatenate(slots)
         bursts, burst = np.unique(slot * len(sizes) + label, return_inverse=True)
         turn = rng.random_sample(len(bursts))[burst]
-        index = deck.members(domain)[shuffle][np.lexsort((turn, slot))]
+        index = sampler.members(domain)[shuffle][np.lexsort((turn, slot))]
         yield Segment.of(domain, index, reset=True)
 
 
@@ -173,6 +175,6 @@ SCENARIOS: dict[str, Callable[..., Iterator[Segment]]] = {
 
 
 def _generator(labels: Tensor, key: str) -> np.random.RandomState:
-    """Whose numbers never change from one version of NumPy to another."""
+    """The legacy generator: its numbers are the same in every version of NumPy."""
     content = hashlib.sha256(f"{key}/".encode() + labels.numpy().tobytes())
     return np.random.RandomState(np.frombuffer(content.digest(), dtype=np.uint32))

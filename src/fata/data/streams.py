@@ -1,4 +1,4 @@
-"""A stream: which image of which domain comes when; saved, replayed, and served in batches."""
+"""A stream: the order of images and domains, which can be saved, replayed and served."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fata._text import listed, near
 from fata.data import serve
 from fata.data.dataset import Dataset, Domain
 from fata.data.errors import DataError
-from fata.data.scenarios import SCENARIOS, Deck, default_batch
+from fata.data.scenarios import SCENARIOS, DomainSampler, default_batch
 from fata.data.serve import Samples
 
 FORMAT = "stream 1"
@@ -29,9 +29,9 @@ FORMAT = "stream 1"
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """Made by `fata.stream`; depends on (seed, data, scenario) alone, not on who watches.
+    """Made by `fata.stream`; depends on (seed, data, scenario) alone.
 
-    Iterating serves batches of images in [0, 1] on the CPU; `serve` has the options.
+    Iterating serves batches of images in [0, 1] on the CPU; `serve` has more options.
     """
 
     dataset: Dataset = field(repr=False)
@@ -42,11 +42,11 @@ class Stream:
     domain: Tensor = field(repr=False)  # which of `domains` each image is of
     index: Tensor = field(repr=False)  # which image of it
     starts: tuple[int, ...] = field(repr=False)  # where segments start
-    resets: tuple[bool, ...] = field(repr=False)  # whether the model starts anew there
+    resets: tuple[bool, ...] = field(repr=False)  # whether the model is reset there
 
     @property
     def images(self) -> int:
-        """How many images come."""
+        """Number of images."""
         return len(self.index)
 
     @cached_property
@@ -60,7 +60,7 @@ class Stream:
 
     @cached_property
     def spans(self) -> list[tuple[int, int, bool]]:
-        """Where each batch begins and ends, and whether the model starts anew before it."""
+        """Start and end of each batch, and whether the model is reset before it."""
         ends = (*self.starts[1:], self.images)
         return [
             (first, min(first + self.batch_size, end), reset and first == start)
@@ -81,10 +81,10 @@ class Stream:
         workers: int | None = None,
         skip_damaged: bool = False,
     ) -> Iterator[Samples]:
-        """Batches, decoded by `workers` processes ahead of time (None: a few for files).
+        """Batches, decoded ahead by `workers` processes (None: a few for files).
 
-        A damaged picture is an error that names it; `skip_damaged` leaves it out and goes on, and
-        the batch's `damaged` says so.
+        A damaged image raises `DataError`; with `skip_damaged` it is left out and listed in the
+        batch's `damaged`.
         """
         if workers is not None and workers < 0:
             raise DataError(f"workers={workers}: must be at least 0 (0: decode in this process).")
@@ -93,7 +93,7 @@ class Stream:
 
     @property
     def provenance(self) -> dict[str, str]:
-        """What a result should be kept with."""
+        """What to store with a result."""
         return {
             **self.dataset.provenance,
             "images": self.dataset.fingerprint(self.domains),
@@ -132,17 +132,17 @@ def stream(
     images: int | None = None,
     **options: Any,
 ) -> Stream:
-    """The order in which a model meets a data set.
+    """A stream of images for a model.
 
     Args:
-        dataset: of `fata.data.open`.
-        scenario: `normal` (shuffled, a new start at each domain), `bs1` (the same, one by one),
+        dataset: from `fata.data.open`.
+        scenario: `normal` (shuffled, reset at each domain), `bs1` (the same, batches of 1),
             `label-shift`, `mixed`, `continual`, `gradual`, `recurring` or `correlated`.
         domains: names of corruptions or folders, in order; None: the benchmark's 15, or all.
         severity: of the corruptions; for `gradual` the highest.
         batch_size: None: 64, and 1 for `bs1`.
         seed: of the order.
-        images: so many of each domain; None: all.
+        images: number of each domain; None: all.
         **options: `ratio` and `length` of `label-shift`, `rounds` of `recurring`, `concentration`
             of `correlated`.
 
@@ -155,7 +155,7 @@ def stream(
         fog-5 36 False
     """
     if not isinstance(dataset, Dataset):
-        raise TypeError(f"fata.stream takes what fata.data.open gives, not {dataset!r}.")
+        raise TypeError(f"fata.stream takes what fata.data.open returns, not {dataset!r}.")
     if scenario not in SCENARIOS:
         raise DataError(
             f"unknown scenario {scenario!r}: choose one of {', '.join(SCENARIOS)}."
@@ -174,15 +174,15 @@ def stream(
         )
     if images is not None and images < 1:
         raise DataError(f"images={images}: must be at least 1, or None for all.")
-    known = [n for n, p in inspect.signature(SCENARIOS[scenario]).parameters.items() if n != "deck"]
+    _, *known = inspect.signature(SCENARIOS[scenario]).parameters  # after the sampler
     if unknown := [name for name in options if name not in known]:
         raise DataError(
             f"{scenario} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}."
         )
     if isinstance(domains, str):
         domains = [domains]
-    deck = Deck(dataset, domains, severity, seed, images)
-    segments = list(SCENARIOS[scenario](deck, **options))
+    sampler = DomainSampler(dataset, domains, severity, seed, images)
+    segments = list(SCENARIOS[scenario](sampler, **options))
     met = list(dict.fromkeys(domain for segment in segments for domain in segment.domains))
     place = {domain: number for number, domain in enumerate(met)}
     numbers = [np.array([place[domain] for domain in segment.domains]) for segment in segments]
@@ -214,7 +214,7 @@ def replay(path: str | os.PathLike[str], dataset: Dataset) -> Stream:
     if changed:
         raise DataError(
             f"{str(path)!r} was made for other data: {listed(map(str, changed), 4)} of "
-            f"{dataset.spec} has other pictures than it had then."
+            f"{dataset.spec} has other images than it had then."
         )
     return Stream(
         dataset,
@@ -230,7 +230,7 @@ def replay(path: str | os.PathLike[str], dataset: Dataset) -> Stream:
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What `save` wrote, once it is sure to be whole."""
+    """Read and verify what `save` wrote."""
     if Path(path).is_dir():
         raise DataError(f"{str(path)!r} is a folder, not a stream.")
     try:

@@ -1,4 +1,4 @@
-"""What is in a data set, and whether every picture of it can be read."""
+"""The contents of a data set, and whether every image can be read."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import NamedTuple
 import torch
 
 from fata.data import folders, serve
-from fata.data.dataset import Dataset, Domain, Files
+from fata.data.dataset import Dataset, Domain, ImageFiles
 
 _BATCH = 64
 
 
-class Found(NamedTuple):
+class DomainSize(NamedTuple):
     """Domains of one name."""
 
     name: str
@@ -22,29 +22,34 @@ class Found(NamedTuple):
 
 
 def on_disk(dataset: Dataset) -> tuple[Domain, ...]:
-    """Domains whose pictures are there, not made."""
+    """Domains with images on the disk, not made on the fly."""
     return dataset.domains[:1] if dataset.made else dataset.domains
 
 
-def found(dataset: Dataset) -> list[Found]:
-    """How many images there are, by the name of the domain."""
-    table: dict[str, Found] = {}
+def domain_sizes(dataset: Dataset) -> list[DomainSize]:
+    """Number of images by the name of the domain."""
+    table: dict[str, DomainSize] = {}
     for name, severity in on_disk(dataset):
         images = len(dataset.of(Domain(name, severity)).labels)
-        before = table.get(name, Found(name, (), 0))
+        before = table.get(name, DomainSize(name, (), 0))
         grades = () if severity is None else (severity,)
-        table[name] = Found(name, before.severities + grades, before.images + images)
+        table[name] = DomainSize(name, before.severities + grades, before.images + images)
     return list(table.values())
 
 
-def passed_over(dataset: Dataset) -> list[str]:
-    """Files and folders among the pictures that are not read."""
+def ignored_files(dataset: Dataset) -> list[str]:
+    """Files and folders among the images that are not read."""
     sources = (dataset.of(domain) for domain in on_disk(dataset))
-    return [path for one in sources if isinstance(one, Files) for path in folders.passed_over(one)]
+    return [
+        path
+        for source in sources
+        if isinstance(source, ImageFiles)
+        for path in folders.ignored_files(source)
+    ]
 
 
 def read_all(dataset: Dataset, workers: int | None = None) -> Iterator[tuple[int, list[str]]]:
-    """Reads every picture: how many at a time, and what is wrong with some of them."""
+    """Read every image; yields the size of each batch and its errors."""
     sources = [dataset.of(domain) for domain in on_disk(dataset)]
     spans = [
         (place, range(first, min(first + _BATCH, len(source.labels))))

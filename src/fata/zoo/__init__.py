@@ -1,4 +1,4 @@
-"""Models by name: the network, its own preprocessing, and where its weights came from."""
+"""Models by name: the network, its preprocessing and the origin of its weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def load(name: str | os.PathLike[str], *, protocol: str | None = None) -> Loaded
             though the ViT was trained with 0.5. None: each network's own.
 
     Raises:
-        ZooError: the model cannot be had; the message says why, and what to do.
+        ZooError: the model cannot be loaded; the message says why, and what to do.
     """
     name = os.fspath(name)
     file = _FILE.fullmatch(name)

@@ -1,4 +1,4 @@
-"""Weights in files: those that we write, which say what they are, and those of others."""
+"""Files of weights: our own, which contain their description, and those of others."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def save(
     """Write a model to one safetensors file, which `fata.zoo.load(path)` takes as it is.
 
     Args:
-        path: an older file there is replaced whole.
-        model: its weights are written in the precision they have.
+        path: an existing file is replaced atomically.
+        model: its weights are written in their own precision.
         arch: as after the colon of a file's name: `mini_vit`, `timm:NAME`, `torchvision:NAME`.
         preprocess: what the model was trained for.
         labels: names of the classes.
-        recipe: how it was trained; anything that JSON can hold.
+        recipe: how it was trained, as JSON.
     """
     meta = {
         "format": FORMAT,
@@ -53,7 +53,7 @@ def save(
 
 
 def load(path: str | os.PathLike[str], arch: str | None = None) -> Loaded:
-    """A network with the weights of a file; `arch` may be left out for a file of ours."""
+    """A network with the weights of a file; our own files need no `arch`."""
     path = Path(path).expanduser()
     name = str(path) if arch is None else f"{path}:{arch}"
     if not path.is_file():
@@ -128,7 +128,7 @@ def _pickle(path: Path) -> dict[str, Tensor]:
     """Tensors of a file of torch.save; what training scripts wrap around them is taken off."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # pickles fail in many ways
+    except Exception as error:  # unpickling raises anything
         why = str(error).strip().partition("\n")[0]
         raise ZooError(f"{str(path)!r} is damaged or holds more than tensors: {why}") from error
     for key in ("state_dict", "model"):

@@ -1,4 +1,4 @@
-"""Downloads by other libraries: one question first, and one error that says what to do."""
+"""Downloads by other libraries: a quick check first, and errors that say what to do."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ import torch
 
 from fata.zoo.loaded import ZooError
 
-TIMEOUT = (
-    10.0  # seconds for the question; the libraries themselves try for a minute, or wait for ever
-)
+TIMEOUT = 10.0  # seconds for the check; the libraries themselves try for a minute, or wait for ever
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
 @contextmanager
 def downloading(tag: str, advice: str) -> Iterator[None]:
-    """Whatever goes wrong inside becomes one error that says what to do."""
+    """Turn any error inside into one that says what to do."""
     try:
         yield
     except ZooError:
@@ -34,19 +32,19 @@ def downloading(tag: str, advice: str) -> Iterator[None]:
         ) from error
 
 
-def ask_hub(repository: str, files: tuple[str, ...] = HUB_FILES) -> None:
-    """Raise at once where the hub cannot be reached and has given none of the files before."""
+def check_hub(repository: str, files: tuple[str, ...] = HUB_FILES) -> None:
+    """Raise at once if the hub cannot be reached and none of the files is cached."""
     import huggingface_hub as hub
     from huggingface_hub.errors import EntryNotFoundError
 
     if any(isinstance(hub.try_to_load_from_cache(repository, file), str) for file in files):
         return
-    with suppress(EntryNotFoundError):  # it answers: the library knows more names of files
+    with suppress(EntryNotFoundError):  # it responds: the library knows more names of files
         hub.get_hf_file_metadata(hub.hf_hub_url(repository, files[0]), timeout=TIMEOUT)
 
 
-def hub_by_hand(repository: str, tag: str) -> str:
-    """How to place a file of the hub."""
+def hub_instructions(repository: str, tag: str) -> str:
+    """How to get a file of the hub without internet."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     folder, file = f"models--{repository.replace('/', '--')}", HUB_FILES[0]
@@ -57,15 +55,15 @@ def hub_by_hand(repository: str, tag: str) -> str:
     )
 
 
-def ask_url(url: str) -> None:
-    """Raise soon where an address cannot be reached and its file is not in torch's cache."""
+def check_url(url: str) -> None:
+    """Raise soon if a URL cannot be reached and its file is not in torch's cache."""
     if not _place(url).exists():
-        with suppress(HTTPError):  # it answers, if only that it dislikes the question
+        with suppress(HTTPError):  # it responds, if only with an error
             urlopen(Request(url, method="HEAD"), timeout=TIMEOUT).close()
 
 
-def url_by_hand(url: str, tag: str) -> str:
-    """How to place a file that has an address."""
+def url_instructions(url: str, tag: str) -> str:
+    """How to get the file of a URL without internet."""
     place = _place(url)
     return (
         f"Without a network: get {place.name!r} ({url}) on another machine, and put it into "

@@ -17,7 +17,7 @@ PRESETS = _WEIGHTS / "presets.json"  # written by `python -m benchmarks.presets`
 
 
 def load(name: str) -> Loaded:
-    """One of `NAMES`, with the settings that suit it."""
+    """One of `NAMES`, with its preset settings."""
     loaded = checkpoint.load(_WEIGHTS / f"{name}.safetensors")
     weights = dataclasses.replace(loaded.weights, tag=name, origin="in the package")
     presets = json.loads(PRESETS.read_text())[name]

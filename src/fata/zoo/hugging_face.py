@@ -6,17 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from torch import nn
 
 from fata._text import listed
-from fata.zoo.download import ask_hub, downloading
+from fata.zoo.download import check_hub, downloading
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import Preprocess
 
 
 def load(identity: str) -> Loaded:
-    """The classifier of a hub's id or of a folder; its answers have the logits in `.logits`."""
+    """The classifier of a hub's id or of a folder; its output has the logits in `.logits`."""
     name = f"hf:{identity}"
     folder = Path(identity).expanduser()
     local = folder.is_dir()
@@ -35,7 +34,7 @@ def load(identity: str) -> Loaded:
         advice = "The folder must hold a model and its processor, as save_pretrained writes them."
     with downloading(name, advice):
         if not local:
-            ask_hub(where, ("config.json",))
+            check_hub(where, ("config.json",))
         model, report = transformers.AutoModelForImageClassification.from_pretrained(
             where, trust_remote_code=False, output_loading_info=True
         )
@@ -54,13 +53,17 @@ def load(identity: str) -> Loaded:
 
 
 def _preprocess(name: str, processor: Any) -> Preprocess:
-    """What a processor does, read off its settings, and tried: each model writes them its way."""
+    """The preprocessing in a processor's settings, verified on an image: settings vary by model."""
+    from PIL import Image
+
     try:
         use = _read(processor.to_dict())
         across, down = Image.linear_gradient("L").rotate(90), Image.linear_gradient("L")
-        picture = Image.merge("RGB", (across, down, Image.radial_gradient("L"))).resize((640, 448))
-        theirs = processor(picture, return_tensors="pt")["pixel_values"]
-        ours = use.normalise(use.picture(picture)[None])
+        gradients = Image.merge("RGB", (across, down, Image.radial_gradient("L"))).resize(
+            (640, 448)
+        )
+        theirs = processor(gradients, return_tensors="pt")["pixel_values"]
+        ours = use.normalise(use.pixels(gradients)[None])
         same = theirs.shape == ours.shape and (theirs - ours).abs().mean() < 0.02
     except (KeyError, TypeError, ValueError):
         same = False
@@ -73,6 +76,8 @@ def _preprocess(name: str, processor: Any) -> Preprocess:
 
 
 def _read(settings: Mapping[str, Any]) -> Preprocess:
+    from PIL.Image import Resampling
+
     size, percent = settings["size"], settings.get("crop_pct")
     resize = size.get("shortest_edge") or size["height"]
     squash = "shortest_edge" not in size
@@ -84,5 +89,5 @@ def _read(settings: Mapping[str, Any]) -> Preprocess:
     normalises = settings.get("do_normalize", True)
     mean = tuple(settings["image_mean"]) if normalises else (0.0, 0.0, 0.0)
     std = tuple(settings["image_std"]) if normalises else (1.0, 1.0, 1.0)
-    interpolation = Image.Resampling(settings["resample"]).name.lower()
+    interpolation = Resampling(settings["resample"]).name.lower()
     return Preprocess(resize, side, interpolation, mean, std, squash)

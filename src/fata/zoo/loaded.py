@@ -1,4 +1,4 @@
-"""A model by name: the network, its preprocessing, and where its weights came from."""
+"""A loaded model: the network, its preprocessing and the origin of its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fata.zoo.preprocess import Preprocess
 
 
 class ZooError(RuntimeError):
-    """A model that cannot be had: an unknown name, weights out of reach, a file that misfits."""
+    """A model that cannot be loaded: unknown name, unreachable weights, or a wrong file."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Weights:
 
     Args:
         tag: their full name, such as `timm:resnet50_gn.a1h_in1k`.
-        origin: the file, the address or the hub's id that they came from.
-        sha256: of the tensors, its first 32 digits; equal weights have it whatever their file.
+        origin: their file, URL or id on the hub.
+        sha256: of the tensors, its first 32 digits; the same for equal weights in any file.
     """
 
     tag: str
@@ -33,7 +33,7 @@ class Weights:
 
     @classmethod
     def of(cls, model: nn.Module, tag: str, origin: str) -> Weights:
-        """The weights that a model has now; taken at once, for a model may be adapted later."""
+        """The weights that a model has now; hashed at once, as a model may be adapted later."""
         tensors = model.state_dict()
         kept = {n: t for n, t in tensors.items() if not n.endswith("num_batches_tracked")}
         return cls(tag, origin, digest(kept))
@@ -41,17 +41,17 @@ class Weights:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `fata.zoo.load` gives.
+    """What `fata.zoo.load` returns.
 
     Args:
-        name: as it was asked for.
-        model: in eval mode and float32; its images are those that `preprocess` makes.
+        name: as given to `load`.
+        model: in eval mode and float32; it takes images from `preprocess`.
         preprocess: resize, crop, mean and std.
         classes: number of classes.
-        weights: which ones, and from where.
+        weights: tag, origin and hash.
         presets: fields that suit the model, by host (`eata`) or by whole spec (`eata+fata`).
-        labels: names of the classes, where they are known.
-        recipe: how the model was trained, where it was trained here.
+        labels: names of the classes, if known.
+        recipe: how the model was trained, if by `fata train-source`.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Loaded:
     def settings(self, spec: str, batch: int = 64) -> dict[str, Any]:
         """Fields for `fata.adapt(loaded.model, spec, **loaded.settings(spec))`.
 
-        Methods that make views of the images get the mean and std; then come the presets of the
-        host, and over them those of the whole spec. Their rate is for batches of 64; smaller ones
-        take it in proportion, as the paper's presets do.
+        Methods that augment images get the mean and std. Presets of the whole spec override those
+        of the host. Their learning rate is for batches of 64 and scaled down for smaller ones, as
+        in the paper.
         """
         method, _ = parse(spec)
         pixels = {"mean": self.preprocess.mean, "std": self.preprocess.std}

@@ -1,20 +1,22 @@
-"""From a picture to what a network takes: resize, centre crop, normalise."""
+"""Preprocessing of images: resize, centre crop, normalise."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
 from fata.methods.pixels import Pixels
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-INTERPOLATIONS = tuple(mode.name.lower() for mode in Image.Resampling)
+INTERPOLATIONS = ("nearest", "box", "bilinear", "hamming", "bicubic", "lanczos")  # of Pillow
 
 
 @dataclass(frozen=True)
@@ -22,18 +24,18 @@ class Preprocess:
     """The preprocessing that a network was trained for.
 
     Args:
-        resize: length of a picture's shorter side, before the crop.
+        resize: length of an image's shorter side, before the crop.
         size: side of the square that the network takes.
         interpolation: of the resize; Pillow's name in lower case, such as `bicubic`.
         mean: of each channel, of pixels in [0, 1].
         std: likewise.
-        squash: resize both sides, whatever the picture's shape.
+        squash: resize both sides, whatever the image's shape.
 
     Example:
         >>> from PIL import Image
         >>> from fata.zoo.preprocess import Preprocess
         >>> preprocess = Preprocess(256, 224, "bilinear", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        >>> pixels = preprocess.picture(Image.new("RGB", (640, 480)))
+        >>> pixels = preprocess.pixels(Image.new("RGB", (640, 480)))
         >>> pixels.shape, preprocess.normalise(pixels[None]).unique()
         (torch.Size([3, 224, 224]), tensor([-1.]))
     """
@@ -46,7 +48,7 @@ class Preprocess:
     squash: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse what no picture can be brought to."""
+        """Raise for impossible sizes, modes or statistics."""
         if self.resize < 1 or self.size < 1:
             raise ValueError(
                 f"Preprocess(resize={self.resize!r}, size={self.size!r}): give lengths in pixels."
@@ -64,21 +66,21 @@ class Preprocess:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Preprocess:
-        """The preprocessing whose fields came out of JSON."""
+        """The preprocessing with fields from JSON."""
         return cls(**{**fields, "mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
 
-    def picture(self, image: Image.Image) -> Tensor:
-        """The middle of a resized picture, as (3, size, size) in [0, 1]."""
+    def pixels(self, image: Image.Image) -> Tensor:
+        """Resized and cropped pixels, (3, size, size) in [0, 1]."""
         return torch.from_numpy(np.array(self.view(image))).permute(2, 0, 1).float().div(255)
 
     def view(self, image: Image.Image) -> Image.Image:
-        """The same, still a picture."""
+        """The same as a Pillow image."""
         return self._middle(self._resized(as_rgb(image), self.resize, self.squash))
 
     def crop(self, image: Image.Image) -> Image.Image:
-        """The middle of a picture that has its scale already, such as ImageNet-C's.
+        """Centre crop of an image that is resized already, such as ImageNet-C's.
 
-        Only one smaller than `size` is resized.
+        An image smaller than `size` is resized.
         """
         image = as_rgb(image)
         if min(image.size) < self.size:
@@ -86,16 +88,18 @@ class Preprocess:
         return self._middle(image)
 
     def normalise(self, pixels: Tensor) -> Tensor:
-        """What the network takes, of pixels (B, 3, H, W) in [0, 1]."""
+        """The network's input, from pixels (B, 3, H, W) in [0, 1]."""
         return Pixels(self.mean, self.std).back(pixels)
 
     def _resized(self, image: Image.Image, side: int, squash: bool) -> Image.Image:
+        from PIL.Image import Resampling
+
         width, height = image.size
         short = min(width, height)
         shape = (side, side) if squash else (side * width // short, side * height // short)
         if shape == image.size:
             return image
-        return image.resize(shape, Image.Resampling[self.interpolation.upper()])
+        return image.resize(shape, Resampling[self.interpolation.upper()])
 
     def _middle(self, image: Image.Image) -> Image.Image:
         if image.size == (self.size, self.size):
@@ -105,5 +109,5 @@ class Preprocess:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The picture in RGB; itself where it is, for Pillow would copy it."""
+    """The image in RGB; an RGB image is not copied."""
     return image if image.mode == "RGB" else image.convert("RGB")

@@ -1,19 +1,20 @@
-"""Architectures of timm, of torchvision and of our own, with the weights that they are known by.
+"""Architectures of timm, torchvision and our own, and their pretrained weights.
 
-To resolve a name needs no network: tag, preprocessing and address are in the libraries.
+Resolving a name needs no internet: tag, preprocessing and URL are in the libraries.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, Protocol
 
 from torch import nn
 
 from fata._text import near
 from fata.zoo import mini
-from fata.zoo.download import ask_hub, ask_url, downloading, hub_by_hand, url_by_hand
+from fata.zoo.download import check_hub, check_url, downloading, hub_instructions, url_instructions
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import Preprocess
 
@@ -25,20 +26,20 @@ PAPER = {
 
 
 class Architecture(Protocol):
-    """A network that a file of weights may be for."""
+    """A network that can be built untrained."""
 
     tag: str
 
     @property
     def preprocess(self) -> Preprocess:
-        """What it is trained for."""
+        """What it was trained with."""
 
     def build(self, classes: int) -> nn.Module:
         """The network, untrained."""
 
 
 def architecture(name: str) -> Architecture:
-    """The network that a file's name ends in, after the colon."""
+    """The network named after the colon of a file's name."""
     name = PAPER.get(name, name)
     library, _, rest = name.rpartition(":")
     if library == "torchvision":
@@ -52,17 +53,16 @@ def architecture(name: str) -> Architecture:
 
 
 class Timm:
-    """A network of timm, as `NAME.TAG`; or `NAME` alone, where that is clear.
+    """A network of timm, as `NAME.TAG`; or `NAME` alone, if it is unambiguous.
 
     Args:
         name: with the tag, or without.
-        weights: whether timm's weights are wanted; else the network alone, whose tags need only
+        weights: whether timm's weights are wanted; without them, all tags of the name need only
             agree on mean and std.
     """
 
     def __init__(self, name: str, weights: bool = True) -> None:
-        import timm
-
+        timm = _library("timm")
         arch = name.partition(".")[0]
         if not timm.is_model(arch):
             raise ZooError(f"timm has no {arch!r}.{near(arch, timm.list_models())}")
@@ -70,26 +70,22 @@ class Timm:
         name = _pick("timm", name, {one: _timm_preprocess(one) for one in known}, weights)
         cfg: Any = timm.get_pretrained_cfg(name)
         if weights and not cfg.num_classes:
-            raise ZooError(f"timm:{name} has no classifier, so nothing to adapt by.")
+            raise ZooError(f"timm:{name} has no classifier, so it cannot be adapted.")
         self.name, self.tag, self.classes = name, f"timm:{name}", cfg.num_classes
         self.preprocess = _timm_preprocess(name)
         self.hub, self.origin = cfg.hf_hub_id, cfg.hf_hub_id or cfg.url
 
     def build(self, classes: int) -> nn.Module:
         """The network, untrained."""
-        import timm
-
-        model: nn.Module = timm.create_model(self.name, num_classes=classes)
+        model: nn.Module = _library("timm").create_model(self.name, num_classes=classes)
         return model
 
     def pretrained(self) -> nn.Module:
-        """The network with its weights, downloaded where they are not here."""
-        import timm
-
-        by_hand = hub_by_hand if self.hub else url_by_hand
+        """The network with its weights, downloaded if they are not cached."""
+        by_hand = hub_instructions if self.hub else url_instructions
         with downloading(self.tag, by_hand(self.origin, self.tag)):
-            (ask_hub if self.hub else ask_url)(self.origin)
-            model: nn.Module = timm.create_model(self.name, pretrained=True)
+            (check_hub if self.hub else check_url)(self.origin)
+            model: nn.Module = _library("timm").create_model(self.name, pretrained=True)
         return model
 
 
@@ -97,8 +93,7 @@ class Torchvision:
     """A network of torchvision, as `NAME.WEIGHTS`; or `NAME` alone, as with `Timm`."""
 
     def __init__(self, name: str, weights: bool = True) -> None:
-        from torchvision import models
-
+        models = _library("torchvision.models")
         arch = name.partition(".")[0]
         known = models.list_models(module=models)
         if arch not in known:
@@ -109,26 +104,24 @@ class Torchvision:
         first = next(iter(every))
         enum = every.get(name, every[first])
         if weights and not enum.meta["categories"]:
-            raise ZooError(f"torchvision:{name} has no classifier, so nothing to adapt by.")
+            raise ZooError(f"torchvision:{name} has no classifier, so it cannot be adapted.")
         self.arch, self.weights, self.tag = arch, enum, f"torchvision:{name}"
         self.preprocess = uses.get(name, uses[first])
         self.classes, self.origin = len(enum.meta["categories"] or ()), enum.url
 
     def build(self, classes: int) -> nn.Module:
         """The network, untrained."""
-        from torchvision import models
-
-        # With weights, these two undo ImageNet's normalisation inside: so must a file's network.
+        models = _library("torchvision.models")
+        # With weights, these two undo ImageNet's normalisation: so must a network for a file.
         own = {"transform_input": True} if self.arch in ("inception_v3", "googlenet") else {}
         model: nn.Module = models.get_model(self.arch, weights=None, num_classes=classes, **own)
         return model
 
     def pretrained(self) -> nn.Module:
-        """The network with its weights, downloaded where they are not here."""
-        from torchvision import models
-
-        with downloading(self.tag, url_by_hand(self.origin, self.tag)):
-            ask_url(self.origin)
+        """The network with its weights, downloaded if they are not cached."""
+        models = _library("torchvision.models")
+        with downloading(self.tag, url_instructions(self.origin, self.tag)):
+            check_url(self.origin)
             model: nn.Module = models.get_model(self.arch, weights=self.weights)
         return model
 
@@ -141,7 +134,7 @@ class Mini:
 
     @property
     def preprocess(self) -> Preprocess:
-        """Unknown: it is in the files that we write."""
+        """Unknown: only files that we write have it."""
         raise ZooError(
             f"a file for {self.tag!r} must carry its preprocessing: write it with "
             f"fata.zoo.checkpoint.save."
@@ -153,7 +146,7 @@ class Mini:
 
 
 def resolve(name: str) -> Timm | Torchvision | None:
-    """The weights that a name stands for; None: those of neither library."""
+    """The pretrained network of timm or torchvision that a name stands for, or None."""
     library, _, rest = PAPER.get(name, name).partition(":")
     kinds: dict[str, type[Timm] | type[Torchvision]] = {"timm": Timm, "torchvision": Torchvision}
     return kinds[library](rest) if library in kinds else None
@@ -168,25 +161,35 @@ def load(source: Timm | Torchvision, name: str) -> Loaded:
 
 def tags(name: str) -> list[str]:
     """Full names, in either library, of a name without one."""
-    import timm
-    from torchvision import models
-
     arch = name.partition(".")[0]
+    try:
+        timm, models = _library("timm"), _library("torchvision.models")
+    except ZooError:
+        return []
     found = [f"timm:{one}" for one in timm.list_pretrained(f"{arch}.*")]
     if arch in models.list_models(module=models):
         found += [f"torchvision:{arch}.{one.name}" for one in models.get_model_weights(arch)]
     return found
 
 
-def _timm_preprocess(name: str) -> Preprocess:
-    import timm
+def _library(name: str) -> Any:
+    """A module of timm or torchvision, which are optional and take seconds to import."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        library = name.partition(".")[0]
+        if (error.name or "").partition(".")[0] != library:
+            raise
+        raise ZooError(f"networks of {library} need {library}: pip install fata[zoo]") from error
 
-    cfg: Any = timm.get_pretrained_cfg(name)
+
+def _timm_preprocess(name: str) -> Preprocess:
+    cfg: Any = _library("timm").get_pretrained_cfg(name)
     channels, height, width = cfg.input_size
     if channels != 3 or height != width or cfg.crop_mode not in ("center", "squash"):
         raise ZooError(
             f"timm:{name} takes {channels} x {height} x {width} images in crop mode "
-            f"{cfg.crop_mode!r}; only square RGB images, 'center' or 'squash', are known here."
+            f"{cfg.crop_mode!r}; only square RGB images, 'center' or 'squash', are supported."
         )
     resize, squash = math.floor(height / cfg.crop_pct), cfg.crop_mode == "squash"
     return Preprocess(resize, height, cfg.interpolation, tuple(cfg.mean), tuple(cfg.std), squash)
@@ -201,8 +204,8 @@ def _torchvision_preprocess(weights: Any) -> Preprocess:
 def _pick(library: str, name: str, uses: Mapping[str, Preprocess], weights: bool) -> str:
     """The full name that a name stands for.
 
-    Where no weights of the library are wanted, a name alone will do, unless its tags expect
-    different pixels: a wrong mean is never noticed.
+    Without the library's weights a name alone suffices, unless its tags expect different mean and
+    std: a wrong mean would go unnoticed.
     """
     choice = " or ".join(f"'{library}:{one}'" for one in uses)
     if name in uses:

@@ -1,4 +1,4 @@
-"""Networks of a few thousand parameters, laid out like their full-size relatives.
+"""Networks of a few thousand parameters, structured like their full-size relatives.
 
 For tests, `fata check` and golden traces: four stages for a ResNet and twelve blocks for a vision
 transformer, so that "after stage 3" and "the last three blocks" mean what they mean there.
@@ -26,7 +26,7 @@ def build(name: str, classes: int = 10) -> nn.Module:
 
 
 class Residual(nn.Module):
-    """Two convolutions and a way around them."""
+    """Two convolutions and a skip connection."""
 
     def __init__(self, norm: str, groups: int, inside: int, outside: int, stride: int) -> None:
         super().__init__()

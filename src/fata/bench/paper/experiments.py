@@ -71,7 +71,7 @@ def _figures() -> list[Experiment]:
         "BatchNorm, gaussian noise of severity 5",
         rows={UNMOVED: {"fewest": few}},
         notes=(
-            "Network and corruption of Fig. 5 are not said: those of Fig. 1, which has the 64 %.",
+            "The paper does not give network and corruption of Fig. 5: these are those of Fig. 1.",
             f"{UNMOVED} is the model without adaptation. Selected is what has H < 0.4 ln C.",
         ),
     )
@@ -82,7 +82,7 @@ def _figures() -> list[Experiment]:
         rows={},
         hidden=(),
         slips={},
-        notes=("The text: they are righter than the outputs, and improve over time.",),
+        notes=("The text: they are more often right than the outputs, and improve over time.",),
     )
     noise = ("gaussian_noise",)
     return [

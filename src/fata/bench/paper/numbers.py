@@ -1,4 +1,4 @@
-"""The paper's numbers: every table of it and of its supplement, with the slips that they have."""
+"""The paper's numbers: every table of it and of its supplement, with their misprints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PaperTable:
         columns: corruptions or shifts, then `average` and `difference` (to the row without FATA).
         rows: numbers by method, as `fata bench` takes it, and column; None: nothing is printed.
         hidden: rows that are commented out in the LaTeX.
-        slips: of numbers that contradict others in the table, what these give.
-        notes: what must be known to compare.
+        slips: what misprinted numbers should be, by the other numbers of the table.
+        notes: what a reader must know to compare.
     """
 
     name: str

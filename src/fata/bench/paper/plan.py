@@ -1,4 +1,4 @@
-"""What is run for each table and figure of the paper, and on which data."""
+"""The cells of each table and figure of the paper, and their data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fata.data.folders import OFFICE_HOME
 CORRUPTIONS = NAMES
 DOMAINS = tuple(dict.fromkeys(OFFICE_HOME.values()))
 
-# What the networks in the package stand in for, and where these have what the others call so.
+# Networks of the package in place of the paper's, and their name of the layer.
 STAND_INS = {
     "resnet50_bn": "mini_resnet_bn",
     "resnet50_gn": "mini_resnet_gn",
@@ -28,11 +28,11 @@ STAND_INS = {
 }
 _STEM = {"layer=maxpool": "layer=bn1"}
 _SMALL = ("embedded", "cifar10", "cifar10-c")
-_PUBLISHED = {"vit_base": "vit_base@sar"}  # under which protocol the paper's numbers were made
+_PUBLISHED = {"vit_base": "vit_base@sar"}  # the protocol of the paper's numbers
 
 
 @dataclass(frozen=True)
-class Given:
+class DataPaths:
     """Where the user's data is."""
 
     data: str | None = None  # for the networks in the package
@@ -42,8 +42,8 @@ class Given:
     sources: Path = Path()  # models trained on Office-Home
 
 
-class Slot(NamedTuple):
-    """A cell, and where it stands in the table."""
+class TableCell(NamedTuple):
+    """A cell, and its place in the paper's table."""
 
     row: str
     part: str  # a corruption, or a shift such as `Art to Clipart`
@@ -54,7 +54,7 @@ class Slot(NamedTuple):
 class Plan:
     """An experiment on the user's data."""
 
-    slots: tuple[Slot, ...]
+    cells: tuple[TableCell, ...]
     notes: tuple[str, ...] = ()  # what is not as in the paper
     jpeg: bool = False
     fisher: str | None = None
@@ -70,8 +70,8 @@ def experiment(name: str) -> Experiment:
     return experiments()[name]
 
 
-def plan(one: Experiment, given: Given, seeds: int = 1, images: int | None = None) -> Plan:
-    """The cells of an experiment; refuses data that is not for it."""
+def plan(one: Experiment, given: DataPaths, seeds: int = 1, images: int | None = None) -> Plan:
+    """The cells of an experiment; raises `GridError` for data that is not for it."""
     folders = (given.imagenet_c, given.imagenet, given.office_home)
     if given.data is not None and any(folders):
         raise GridError(f"--data {given.data} is instead of other data: give it alone.")
@@ -87,7 +87,7 @@ def plan(one: Experiment, given: Given, seeds: int = 1, images: int | None = Non
 
 
 def _small(one: Experiment, data: str, seeds: int, images: int | None) -> Plan:
-    """On pictures of 32 pixels, with the networks in the package."""
+    """On images of 32 pixels, with the networks in the package."""
     kind = data.partition(":")[0]
     if kind not in _SMALL:
         raise GridError(
@@ -102,27 +102,27 @@ def _small(one: Experiment, data: str, seeds: int, images: int | None) -> Plan:
     ]
     if one.numbers.data == "office-home":
         notes.append("The 15 corruptions stand in for the 12 shifts of Office-Home.")
-    slots = _slots(one, model, data, seeds, images)
-    return Plan(slots, tuple(notes), fisher="embedded" if kind == "cifar10-c" else None)
+    cells = _cells(one, model, data, seeds, images)
+    return Plan(cells, tuple(notes), fisher="embedded" if kind == "cifar10-c" else None)
 
 
-def _corrupted(one: Experiment, given: Given, seeds: int, images: int | None) -> Plan:
+def _corrupted(one: Experiment, given: DataPaths, seeds: int, images: int | None) -> Plan:
     model = _PUBLISHED.get(one.numbers.model, one.numbers.model)
     clean = f"imagenet:{given.imagenet}" if given.imagenet else None
     if given.imagenet_c is not None:
-        slots = _slots(one, model, f"imagenet-c:{given.imagenet_c}", seeds, images)
-        return Plan(slots, fisher=clean)
+        cells = _cells(one, model, f"imagenet-c:{given.imagenet_c}", seeds, images)
+        return Plan(cells, fisher=clean)
     if clean is None:
         raise GridError(
             f"{one.name} is run on ImageNet-C: give --imagenet-c DIR, or --imagenet DIR, whose "
-            f"pictures are then corrupted here. --data embedded works at once, on networks and "
+            f"images are then corrupted here. --data embedded works at once, on networks and "
             f"images in the package."
         )
-    notes = ("ImageNet, corrupted here and passed through JPEG: not the released pictures.",)
-    return Plan(_slots(one, model, clean, seeds, images), notes, jpeg=True)
+    notes = ("ImageNet, corrupted here and passed through JPEG: not the released images.",)
+    return Plan(_cells(one, model, clean, seeds, images), notes, jpeg=True)
 
 
-def _shifts(one: Experiment, given: Given, seeds: int, images: int | None) -> Plan:
+def _shifts(one: Experiment, given: DataPaths, seeds: int, images: int | None) -> Plan:
     """From each domain of Office-Home to the three others."""
     if given.office_home is None:
         raise GridError(
@@ -140,21 +140,21 @@ def _shifts(one: Experiment, given: Given, seeds: int, images: int | None) -> Pl
             f"there is no source model {', '.join(str(files[name]) for name in missing)}: "
             f"{shlex.join(command)} makes {'them' if domain == 'all' else 'it'}."
         )
-    slots: list[Slot] = []
+    cells: list[TableCell] = []
     for domain, file in files.items():
         targets = tuple(name for name in DOMAINS if name != domain)
-        slots += _slots(one, str(file), data, seeds, images, targets, source=domain)
+        cells += _cells(one, str(file), data, seeds, images, targets, source=domain)
     notes = ("The source models are trained by our recipe: the paper does not say how.",)
-    return Plan(tuple(slots), notes)
+    return Plan(tuple(cells), notes)
 
 
-def _source(one: Experiment, given: Given, domain: str) -> Path:
+def _source(one: Experiment, given: DataPaths, domain: str) -> Path:
     """The file that `fata train-source` writes for a domain."""
     name = f"{one.numbers.model}-office-home-{domain.replace(' ', '-')}.safetensors"
     return given.sources / name
 
 
-def _slots(
+def _cells(
     one: Experiment,
     model: str,
     data: str,
@@ -162,7 +162,7 @@ def _slots(
     images: int | None,
     domains: Sequence[str] = (),
     source: str = "",
-) -> tuple[Slot, ...]:
+) -> tuple[TableCell, ...]:
     methods = one.methods
     if model in STAND_INS.values():
         methods = tuple(_at_stem(method) for method in methods)
@@ -172,7 +172,7 @@ def _slots(
     before = f"{source} to " if source else ""
     rows = cycle(m for m in one.methods for _ in range(seeds))  # in the order of a grid's cells
     cells = grid.cells(open_data)
-    return tuple(Slot(next(rows), before + cell.domains[0], cell) for cell in cells)
+    return tuple(TableCell(next(rows), before + cell.domains[0], cell) for cell in cells)
 
 
 def _at_stem(method: str) -> str:

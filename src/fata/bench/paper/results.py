@@ -1,4 +1,4 @@
-"""What the records of an experiment say, beside what the paper says."""
+"""The results of an experiment, and the paper's numbers for it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fata.bench.cost import paper
 from fata.bench.paper.experiments import Experiment
 from fata.bench.paper.numbers import table
 from fata.bench.paper.plan import Plan
-from fata.bench.paper.sheets import GAIN, PLAIN, Pair, Sheet
+from fata.bench.paper.side_by_side import GAIN, PLAIN, Pair, SideBySide
 from fata.bench.report.tables import AVERAGE
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
 from fata.data import open as open_data
 from fata.data import stream
@@ -25,7 +25,7 @@ from fata.methods.fata import Fata
 from fata.network.structure import trunk
 from fata.zoo import mini
 
-Found = dict[str, dict[str, list[Record]]]  # by row and part; one a seed that did not fail
+RecordsByPart = dict[str, dict[str, list[Record]]]  # by row and part; one a seed that did not fail
 Rows = Mapping[str, Mapping[str, Pair]]
 GMACS = "gmacs"
 _OVERALL = (AVERAGE, "accuracy", GAIN, GMACS)  # columns that are of no single part
@@ -34,31 +34,33 @@ _BOUNDS = (-1.0, _FEW, 0.2, 0.4, float("inf"))
 _QUARTERS = ("first quarter", "second quarter", "third quarter", "last quarter")
 
 
-def gather(plan: Plan, store: Store, workshop: Workshop) -> Found:
+def gather(plan: Plan, store: Store, runner: CellRunner) -> RecordsByPart:
     """The records of a plan's cells, by the cells' keys."""
     kept = {record.key: record for record in store}
-    found: Found = {}
-    for slot in plan.slots:
-        records = found.setdefault(slot.row, {}).setdefault(slot.part, [])
-        if record := kept.get(key(workshop.protocol(slot.cell))):
+    found: RecordsByPart = {}
+    for one in plan.cells:
+        records = found.setdefault(one.row, {}).setdefault(one.part, [])
+        if record := kept.get(key(runner.protocol(one.cell))):
             records.append(record)
     return found
 
 
-def sheet(one: Experiment, plan: Plan, found: Found, workshop: Workshop) -> Sheet:
-    """What an experiment came to, beside the paper's numbers."""
+def side_by_side(
+    one: Experiment, plan: Plan, found: RecordsByPart, runner: CellRunner
+) -> SideBySide:
+    """The results of an experiment next to the paper's numbers."""
     if one.name in _READERS:
         rows = _READERS[one.name](one, found)
     else:
-        rows = _accuracies(one, found, _gmacs(one, plan, workshop))
+        rows = _accuracies(one, found, _gmacs(one, plan, runner))
     columns = tuple(next(iter(rows.values())))
     hidden = one.numbers.hidden
     named = {f"{row} (hidden)" if row in hidden else row: pairs for row, pairs in rows.items()}
     notes = (*plan.notes, *one.numbers.notes)
-    return Sheet(f"{one.name}: {one.numbers.caption}", columns, named, notes)
+    return SideBySide(f"{one.name}: {one.numbers.caption}", columns, named, notes)
 
 
-def hyperparameters() -> Sheet:
+def hyperparameters() -> SideBySide:
     """The paper's hyperparameters and our defaults."""
     numbers, plus = table("tableD"), Fata()
     ours: dict[str, dict[str, float | None]] = {}
@@ -78,24 +80,24 @@ def hyperparameters() -> Sheet:
         name: {c: Pair(row[c], ours[c][name], form=PLAIN) for c in numbers.columns}
         for name, row in numbers.rows.items()
     }
-    return Sheet(f"hyperparameters: {numbers.caption}", numbers.columns, rows, numbers.notes)
+    return SideBySide(f"hyperparameters: {numbers.caption}", numbers.columns, rows, numbers.notes)
 
 
-def _gmacs(one: Experiment, plan: Plan, workshop: Workshop) -> dict[str, float]:
-    """Of each row, on the network that is run, as the paper counts; where its table has them."""
+def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
+    """GMACs of each row by the paper's rule, if its table has them."""
     if GMACS not in one.numbers.columns:
         return {}
-    model = plan.slots[0].cell.model
-    adapter = adapt(workshop.model(model).model, "fata")
+    model = plan.cells[0].cell.model
+    adapter = adapt(runner.model(model).model, "fata")
     try:
-        whole, tail = workshop.macs(model, adapter)
+        whole, tail = runner.macs(model, adapter)
     finally:
         adapter.unwrap()
     return {row: paper(row, whole, tail) / 1e9 for row in one.methods}
 
 
-def _accuracies(one: Experiment, found: Found, costs: Mapping[str, float]) -> Rows:
-    """Accuracy of each part, where the paper has parts, and over all of them."""
+def _accuracies(one: Experiment, found: RecordsByPart, costs: Mapping[str, float]) -> Rows:
+    """Accuracy of each part, if the paper has parts, and the mean of all parts."""
     overall = [column for column in one.numbers.columns if column in _OVERALL]
     detailed = len(overall) < len(one.numbers.columns)
     averages = {row: _over(parts.values()) for row, parts in found.items()}
@@ -121,7 +123,7 @@ def _accuracies(one: Experiment, found: Found, costs: Mapping[str, float]) -> Ro
     return rows
 
 
-def _thresholded(one: Experiment, found: Found) -> Rows:
+def _thresholded(one: Experiment, found: RecordsByPart) -> Rows:
     """Fig. 1: how few rows are under the entropy threshold, and of how few classes."""
     records = _all(found)
     few = f"{_a_class(records) * _FEW:g}"
@@ -139,7 +141,7 @@ def _thresholded(one: Experiment, found: Found) -> Rows:
     }
 
 
-def _grouped(one: Experiment, found: Found) -> Rows:
+def _grouped(one: Experiment, found: RecordsByPart) -> Rows:
     """Fig. 5: share of the classes that are selected so often."""
     size = _a_class(_all(found))
     rows = {}
@@ -155,8 +157,8 @@ def _grouped(one: Experiment, found: Found) -> Rows:
     return rows
 
 
-def _over_time(one: Experiment, found: Found) -> Rows:
-    """The supplement's figure: accuracy of outputs and pseudo-labels as the stream goes on."""
+def _over_time(one: Experiment, found: RecordsByPart) -> Rows:
+    """The supplement's figure: accuracy of outputs and pseudo-labels over the stream."""
     curves = [record.result["curve"] for record in _all(found)]
     outputs = [curve["accuracy"] for curve in curves]
     labels = [curve["pseudo_labels"]["fata"] for curve in curves]
@@ -169,14 +171,14 @@ def _over_time(one: Experiment, found: Found) -> Rows:
     }
 
 
-_READERS: dict[str, Callable[[Experiment, Found], Rows]] = {
+_READERS: dict[str, Callable[[Experiment, RecordsByPart], Rows]] = {
     "fig1": _thresholded,
     "fig5": _grouped,
     "figA": _over_time,
 }
 
 
-def _all(found: Found) -> list[Record]:
+def _all(found: RecordsByPart) -> list[Record]:
     return [record for parts in found.values() for some in parts.values() for record in some]
 
 

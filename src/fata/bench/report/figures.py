@@ -25,7 +25,7 @@ Colours = dict[str, str]
 
 
 class Figure(NamedTuple):
-    """As plotly.js takes it; made by hand, as the checks of plotly's own objects take seconds."""
+    """A figure for plotly.js as plain dicts: validating plotly's own objects takes seconds."""
 
     data: list[dict[str, Any]]
     layout: dict[str, Any]
@@ -37,7 +37,7 @@ def _axes(x: str, y: str, **more: Any) -> dict[str, Any]:
 
 
 def domains(records: Iterable[Record]) -> list[str]:
-    """What the curves can be shown for: each domain, and before them the mean of several."""
+    """The choices for the curves: the mean of several domains, then each domain."""
     each = list(dict.fromkeys(map(_domain, records)))
     return each if len(each) == 1 else [MEAN, *each]
 
@@ -59,7 +59,7 @@ def colours(comparison: Comparison) -> Colours:
 
 
 def figures(comparison: Comparison) -> dict[str, Figure]:
-    """Every figure that the records have something for, by its title."""
+    """Every figure that the records have data for, by title."""
     by_name: Runs = {line.method: [] for line in comparison.lines}
     for record, name in zip(comparison.records, labels(comparison.records), strict=True):
         by_name[name].append(record)
@@ -92,7 +92,7 @@ def figures(comparison: Comparison) -> dict[str, Figure]:
 
 
 def _over_time(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:
-    """One line a method, for each domain and for their mean; crosses where a guard stepped in."""
+    """One line a method, for each domain and their mean; crosses mark the guard's actions."""
     figure = _by_domain(by_name, colours, lambda result: result["curve"][what], unit)
     for name, records in by_name.items():
         for record in records:
@@ -102,25 +102,25 @@ def _over_time(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:
 
 
 def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any]:
-    """What a guard did in one run, on its curve."""
+    """The guard's actions in one run, on its curve."""
     curve, events = record.result["curve"], record.result["guard"]
     last = len(curve["batch"]) - 1
     places = [min(last, bisect_left(curve["batch"], event["batch"])) for event in events]
-    told = {
-        "aside": "the source answers",
-        "trusted": "the adapted model answers again",
-        "even": "the source answers, and evenly",
-        "uneven": "the adapted model answers again",
-        "back": "taken back to batch {to}, at {rate:.2g} of the rate; the source answers",
-        "rest": "rests at the source",
-        "anew": "begins anew at the source",
-        "running": "answers with the running statistics",
+    texts = {
+        "aside": "source predictions are returned",
+        "trusted": "adapted predictions are returned again",
+        "even": "source predictions are returned: they are balanced",
+        "uneven": "adapted predictions are returned again",
+        "back": "rolled back to batch {to}, {rate:.2g} of the learning rate; source predictions",
+        "rest": "adaptation pauses at the source weights",
+        "anew": "restarts from the source weights",
+        "running": "predicts with the running statistics",
         "batch": "adapts again, with the batch's statistics",
     }
     return {
         "x": [event["batch"] for event in events],
         "y": [curve[what][place] for place in places],
-        "text": [told[event["action"]].format(**event) for event in events],
+        "text": [texts[event["action"]].format(**event) for event in events],
         "name": name,
         "meta": _domain(record),
         "mode": "markers",
@@ -129,7 +129,7 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
 
 
 def _shares(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:
-    """As above, of FATA's selection where it is there, else the host's."""
+    """As above, of the rows that FATA selects, or the host without FATA."""
     return _by_domain(by_name, colours, lambda result: _term(result["curve"][what]), unit)
 
 
@@ -162,9 +162,9 @@ def _by_domain(
 def _histogram(by_name: Runs, colours: Colours) -> Figure:
     """How many classes have how few selected samples (the paper's Fig. 1a, 5), summed up."""
     images = [n for some in by_name.values() for r in some for n in r.result["classes"]["images"]]
-    most = 2 * int(statistics.median(n for n in images if n))  # beyond are those that took over
+    most = 2 * int(statistics.median(n for n in images if n))  # classes beyond have taken over
     steps = range(0, most + 1, max(1, most // 100))
-    axes = _axes("selected samples of a class", "classes with at most so many, %")
+    axes = _axes("selected samples of a class", "classes with at most this number, %")
     figure = Figure([], axes, list(steps))
     for name, records in by_name.items():
         counts = sorted(count for record in records for count in _selected(record))
@@ -212,7 +212,7 @@ def _entropies(by_name: Runs) -> Figure:
 
 
 def _speed(by_name: Runs, colours: Colours) -> Figure:
-    """Where a method stands between accuracy and cost."""
+    """Accuracy against speed."""
     figure = Figure([], _axes("images a second, as it ran", "accuracy, %"))
     figure.layout["xaxis"]["type"] = "log"
     for name, records in by_name.items():
@@ -276,7 +276,7 @@ def _summed(counts: Iterable[Sequence[int]]) -> list[int]:
 
 
 def _short(value: float) -> float:
-    """As many digits as can be seen: a page may hold a million numbers."""
+    """Four digits: a page may hold a million numbers."""
     return float(f"{value:.4g}")
 
 
@@ -287,7 +287,7 @@ def _selected(record: Record) -> Sequence[int]:
 
 
 def _term(by_term: Mapping[str, Any]) -> Any:
-    """What belongs to FATA where it is there, else to the host."""
+    """The entry of FATA if there is one, otherwise of the host."""
     return by_term["fata"] if "fata" in by_term else next(iter(by_term.values()))
 
 
@@ -297,7 +297,7 @@ def _domain(record: Record) -> str:
 
 
 def _mean(curves: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Point by point over curves, as far as any of them goes."""
+    """The mean curve, as long as the longest."""
     means: list[float | None] = []
     for at in range(max(len(curve) for curve in curves)):
         here = [c[at] for c in curves if at < len(c)]

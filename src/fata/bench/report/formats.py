@@ -63,7 +63,7 @@ def latex(comparison: Comparison) -> str:
     )
 
 
-def comma(comparison: Comparison) -> str:
+def as_csv(comparison: Comparison) -> str:
     """One row a method, column and seed, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -75,8 +75,8 @@ def comma(comparison: Comparison) -> str:
     return out.getvalue()
 
 
-COMMA_HEAD = "model,data,scenario,severity,domain,method,seed,accuracy\n"
-FORMATS: dict[str, Callable[[Comparison], str]] = {"md": markdown, "csv": comma, "latex": latex}
+CSV_HEADER = "model,data,scenario,severity,domain,method,seed,accuracy\n"
+FORMATS: dict[str, Callable[[Comparison], str]] = {"md": markdown, "csv": as_csv, "latex": latex}
 
 
 def _columns(comparison: Comparison) -> tuple[str, ...]:

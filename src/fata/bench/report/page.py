@@ -20,7 +20,7 @@ from fata.bench.report.formats import text
 from fata.bench.report.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
 
 _TEMPLATES = Path(__file__).with_name("templates")
-_MOST, _FEW = 12, 8  # lines in a figure at first: all of so many, or else so few
+_MOST, _FEW = 12, 8  # lines drawn at first: all up to _MOST, otherwise _FEW
 
 
 def page(

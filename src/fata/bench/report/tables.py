@@ -30,7 +30,7 @@ class Value:
     """Accuracies of one domain by one method, over seeds."""
 
     seeds: Mapping[int, float]
-    collapsed: int = 0  # of them
+    collapsed: int = 0  # number of seeds
 
     @property
     def mean(self) -> float:
@@ -49,7 +49,7 @@ class Line:
 
     method: str
     values: Mapping[str, Value]
-    average: Value | None  # where every column is there
+    average: Value | None  # None if a column is missing
     gain: float | None = None  # of the average over the host's
 
     def at(self, column: str) -> Value | None:
@@ -80,13 +80,13 @@ class Comparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a row's name leaves out: the settings that most rows of a method share."""
+        """The settings that most rows of a method share, which the rows' names leave out."""
         kept = {
             method: ", ".join(f"{name}={value}" for name, value in fields.items() if value)
             for method, fields in _usual(self.records).items()
         }
         return tuple(
-            f"{m}, where its row says no more: {fields}" for m, fields in kept.items() if fields
+            f"{m}, unless its row says otherwise: {fields}" for m, fields in kept.items() if fields
         )
 
     def rank(self, column: str, line: Line) -> int:
@@ -174,7 +174,7 @@ def _with_gain(line: Line, host: Line | None) -> Line:
 
 
 def hosts_of(records: Sequence[Record], names: Sequence[str]) -> dict[str, str]:
-    """To a name with FATA that of its host under the same settings; "" where there is none."""
+    """The host with the same settings, by the name with FATA; "" if there is none."""
     own: dict[str, dict[str, str]] = {}  # of hosts: method, settings, name
     for record, name in zip(records, names, strict=True):
         if not record.protocol["plus"]:
@@ -210,7 +210,7 @@ def _host_settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """A method's name for each record, with the fields in which it is not as most of that name."""
+    """A method's name for each record, with the fields that differ from the most common ones."""
     usual = _usual(records)
     names = []
     for record in records:
@@ -221,7 +221,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def _usual(records: Iterable[Record]) -> dict[str, dict[str, str | None]]:
-    """By method the fields that differ, each with the value that is most common, if one is."""
+    """By method: the fields that differ, with their most common value, or None for a tie."""
     every: dict[str, dict[str, dict[str, Any]]] = {}
     for record in records:
         one = settings(record.protocol)
@@ -238,7 +238,7 @@ def _usual(records: Iterable[Record]) -> dict[str, dict[str, str | None]]:
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    """As the registry has them, then others; a host before host+FATA; fields by their numbers."""
+    """In the registry's order, then others; a host before host+FATA; fields by number."""
     hosts = list(dict.fromkeys(spec.partition("+")[0] for spec in SPECS))
 
     def place(name: str) -> tuple[int, str, bool, list[tuple[str, float, str]]]:

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from fata.bench.cell import Cell, circumstances, key
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Store
 
-Group = tuple[str, str, tuple[str, ...]]  # model and pictures that cells have in common
+Affinity = tuple[str, str, tuple[str, ...]]  # model, data and domains: what cells can share
 
 
 @dataclass(frozen=True)
@@ -35,23 +35,23 @@ class Task:
 
 
 class Watcher(Protocol):
-    """Is told what happens."""
+    """Receives the progress of a run."""
 
     def tick(self, task: Task, seen: int, accuracy: float) -> None:
-        """A cell has seen so many images, of which such a share was right."""
+        """A cell has seen so many images, with this accuracy so far."""
 
     def done(self, task: Task, result: dict[str, Any]) -> None:
         """A cell is in the store."""
 
     def failed(self, task: Task, why: str) -> None:
-        """A cell could not be measured; the others go on."""
+        """A cell could not be measured; the others continue."""
 
 
-def missing(cells: Sequence[Cell], store: Store, workshop: Workshop, again: bool) -> list[Task]:
-    """Cells that are to be run: not in the store, each once; all of them where asked `again`."""
+def missing(cells: Sequence[Cell], store: Store, runner: CellRunner, again: bool) -> list[Task]:
+    """Cells that are to be run, each once: those not in the store, or with `again` all."""
     tasks: dict[str, Task] = {}
     for cell in cells:
-        protocol = workshop.protocol(cell)
+        protocol = runner.protocol(cell)
         name = key(protocol)
         if again or name not in store:
             tasks.setdefault(name, Task(cell, name, protocol))
@@ -59,14 +59,14 @@ def missing(cells: Sequence[Cell], store: Store, workshop: Workshop, again: bool
 
 
 class Estimate(NamedTuple):
-    """What a grid will take, one cell at a time."""
+    """Time and memory of a grid, one cell at a time."""
 
     seconds: float
     memory: int  # bytes, at most
 
 
-def estimate(tasks: Sequence[Task], store: Store, workshop: Workshop) -> Estimate:
-    """From finished cells of the same model and method; where there are none, from two batches."""
+def estimate(tasks: Sequence[Task], store: Store, runner: CellRunner) -> Estimate:
+    """From finished cells of the same model and method; if there are none, from two batches."""
     speeds: dict[tuple[str, str], tuple[float, int]] = {}
     for record in store:
         at = (record.protocol["model"], record.protocol["method"])
@@ -77,7 +77,7 @@ def estimate(tasks: Sequence[Task], store: Store, workshop: Workshop) -> Estimat
         if at not in speeds:
             rows = 2 * task.protocol["batch_size"]
             two = replace(task.cell, scenario="normal", options={}, images=rows)
-            result = workshop.run(replace(two, domains=two.domains[:1]), lambda *_: None)
+            result = runner.run(replace(two, domains=two.domains[:1]), lambda *_: None)
             speeds[at] = (result["images_per_second"], result["peak_memory"])
         speed, peak = speeds[at]
         seconds, memory = seconds + task.protocol["length"] / speed, max(memory, peak)
@@ -85,20 +85,20 @@ def estimate(tasks: Sequence[Task], store: Store, workshop: Workshop) -> Estimat
 
 
 def run(
-    tasks: Sequence[Task], store: Store, workshop: Workshop, watcher: Watcher, jobs: int = 1
+    tasks: Sequence[Task], store: Store, runner: CellRunner, watcher: Watcher, jobs: int = 1
 ) -> None:
     """Measure and store; what is stored stays, whenever this ends."""
     if jobs > 1 and len(tasks) > 1:
-        _in_processes(tasks, store, workshop, watcher, min(jobs, len(tasks)))
+        _in_processes(tasks, store, runner, watcher, min(jobs, len(tasks)))
         return
-    here = circumstances(torch.device(workshop.device))
+    here = circumstances(torch.device(runner.device))
     following = [task.cell for task in tasks[1:]]
     for task, then in zip_longest(tasks, following):
         try:
-            result = workshop.run(task.cell, partial(watcher.tick, task), then)
+            result = runner.run(task.cell, partial(watcher.tick, task), then)
         except Exception as error:
-            watcher.failed(task, told(error))
-            if workshop.group is not None:
+            watcher.failed(task, failure(error))
+            if runner.group is not None:
                 return  # the ranks may no longer be at the same place
             continue
         store.put(task.key, task.protocol, here, result)
@@ -106,130 +106,131 @@ def run(
 
 
 def _in_processes(
-    tasks: Sequence[Task], store: Store, workshop: Workshop, watcher: Watcher, jobs: int
+    tasks: Sequence[Task], store: Store, runner: CellRunner, watcher: Watcher, jobs: int
 ) -> None:
-    """Workers measure; this process alone hands out, writes and shows."""
+    """Worker processes measure; this process assigns tasks, writes results and shows progress."""
     context = multiprocessing.get_context("spawn")
-    news = context.Queue()
+    messages = context.Queue()
     threads = max(1, torch.get_num_threads() // jobs)
-    workers = threads if workshop.workers is None else workshop.workers
-    bare = replace(workshop, workers=workers, share=workshop.share / jobs)  # with nothing loaded
-    todo = Todo(tasks)
-    hands = []
+    decoders = threads if runner.workers is None else runner.workers
+    empty = replace(runner, workers=decoders, share=runner.share / jobs)  # with nothing loaded
+    queue = TaskQueue(tasks)
+    workers = []
     for name in range(jobs):
         inbox = context.SimpleQueue()
-        process = context.Process(target=_work, args=(bare, threads, name, inbox, news))
-        hands.append(Hand(process, inbox))
-    for hand in hands:
-        hand.process.start()
+        process = context.Process(target=_work, args=(empty, threads, name, inbox, messages))
+        workers.append(WorkerProcess(process, inbox))
+    for worker in workers:
+        worker.process.start()
         for _ in range(2):  # one to run, and one to decode meanwhile
-            hand.give(todo)
+            worker.assign(queue)
     try:
-        _follow(tasks, todo, store, watcher, news, hands)
+        _collect(tasks, queue, store, watcher, messages, workers)
     finally:
-        for hand in hands:
-            hand.process.kill()  # they hold nothing; and a driver may keep one that is asked to end
+        for worker in workers:
+            worker.process.kill()  # it holds nothing, and a GPU driver may ignore a polite request
 
 
-class Todo:
-    """Tasks not handed out yet; who has met certain pictures gets more of those."""
+class TaskQueue:
+    """Tasks that are not assigned yet; a worker gets tasks with the images that it has."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = tasks
-        self.left: dict[Group, deque[int]] = {}
+        self.left: dict[Affinity, deque[int]] = {}
         for number, task in enumerate(tasks):
-            self.left.setdefault(group_of(task.cell), deque()).append(number)
-        self._given: Counter[Group] = Counter()
+            self.left.setdefault(affinity_of(task.cell), deque()).append(number)
+        self._workers: Counter[Affinity] = Counter()
 
-    def next(self, last: Group | None) -> int | None:
-        """The number of a task; of the same pictures as the last, if there is one.
+    def next(self, last: Affinity | None) -> int | None:
+        """The number of a task with the same affinity as the last, if there is one.
 
-        Else of those with the most work left for each worker that they were given to.
+        Otherwise from the affinity with the most work left for each worker that it has.
         """
-        group = self._choose(last)
-        if group is None:
+        affinity = self._choose(last)
+        if affinity is None:
             return None
-        if group != last:
-            self._given[group] += 1
-        number = self.left[group].popleft()
-        if not self.left[group]:
-            del self.left[group]
+        if affinity != last:
+            self._workers[affinity] += 1
+        number = self.left[affinity].popleft()
+        if not self.left[affinity]:
+            del self.left[affinity]
         return number
 
-    def peek(self, last: Group | None) -> int | None:
-        """What would be next, if it were asked for now."""
-        group = self._choose(last)
-        return None if group is None else self.left[group][0]
+    def peek(self, last: Affinity | None) -> int | None:
+        """What `next` would return now."""
+        affinity = self._choose(last)
+        return None if affinity is None else self.left[affinity][0]
 
-    def back(self, number: int) -> None:
-        """A task that was handed out is to be done after all, and soon."""
-        self.left.setdefault(group_of(self.tasks[number].cell), deque()).appendleft(number)
+    def put_back(self, number: int) -> None:
+        """Return an assigned task; it comes first among those of its affinity."""
+        self.left.setdefault(affinity_of(self.tasks[number].cell), deque()).appendleft(number)
 
     def __len__(self) -> int:
         return sum(map(len, self.left.values()))
 
-    def _choose(self, last: Group | None) -> Group | None:
+    def _choose(self, last: Affinity | None) -> Affinity | None:
         if last in self.left or not self.left:
             return last if self.left else None
-        return max(self.left, key=lambda group: self._work(group) / (1 + self._given[group]))
+        return max(self.left, key=lambda one: self._work(one) / (1 + self._workers[one]))
 
-    def _work(self, group: Group) -> int:
+    def _work(self, affinity: Affinity) -> int:
         """Images left."""
-        return sum(self.tasks[number].protocol["length"] for number in self.left[group])
+        return sum(self.tasks[number].protocol["length"] for number in self.left[affinity])
 
 
 @dataclass
-class Hand:
-    """A worker: its process, and the tasks that it has, the first of them running."""
+class WorkerProcess:
+    """A worker process and the tasks assigned to it, the first of them running."""
 
     process: BaseProcess
     inbox: Any
-    has: deque[int] = field(default_factory=deque)
-    last: Group | None = None
+    assigned: deque[int] = field(default_factory=deque)
+    last: Affinity | None = None
 
-    def give(self, todo: Todo) -> None:
-        """Another task, where there is one; else the word that there is none."""
-        number = todo.next(self.last)
+    def assign(self, queue: TaskQueue) -> None:
+        """Send another task, or None if there is none left."""
+        number = queue.next(self.last)
         if number is None:
             self.inbox.put(None)
             return
-        self.last = group_of(todo.tasks[number].cell)
-        self.has.append(number)
-        self.inbox.put((number, todo.tasks[number].cell))
+        self.last = affinity_of(queue.tasks[number].cell)
+        self.assigned.append(number)
+        self.inbox.put((number, queue.tasks[number].cell))
 
 
-def group_of(cell: Cell) -> Group:
-    """What it has in common with others."""
+def affinity_of(cell: Cell) -> Affinity:
+    """Equal for cells that share model and images."""
     return cell.model, cell.data, cell.domains
 
 
-def _follow(
+def _collect(
     tasks: Sequence[Task],
-    todo: Todo,
+    queue: TaskQueue,
     store: Store,
     watcher: Watcher,
-    news: Any,
-    hands: Sequence[Hand],
+    messages: Any,
+    workers: Sequence[WorkerProcess],
 ) -> None:
-    while todo.left or any(hand.has for hand in hands):
+    """Receive what the workers send, until every task is done or has failed."""
+    while queue.left or any(worker.assigned for worker in workers):
         try:
-            name, number, what, *facts = news.get(timeout=1)
+            name, number, what, *facts = messages.get(timeout=1)
         except Empty:
-            ended = [hand for hand in hands if not hand.process.is_alive()]
-            for number in [number for hand in ended for number in hand.has]:
-                watcher.failed(tasks[number], "its process was ended from outside")
-            for hand in ended:
-                hand.has.clear()
-            if len(ended) == len(hands):
-                while (number := todo.next(None)) is not None:
-                    watcher.failed(tasks[number], "its process was ended from outside")
+            ended = [worker for worker in workers if not worker.process.is_alive()]
+            for number in [number for worker in ended for number in worker.assigned]:
+                watcher.failed(tasks[number], "its worker process was killed")
+            for worker in ended:
+                worker.assigned.clear()
+            if len(ended) == len(workers):
+                while (number := queue.next(None)) is not None:
+                    watcher.failed(tasks[number], "its worker process was killed")
             continue
         task = tasks[number]
         if what == "tick":
             watcher.tick(task, *facts)
             continue
-        hands[name].has.remove(number)
-        hands[name].give(todo)
+        workers[name].assigned.remove(number)
+        workers[name].assign(queue)
         if what == "failed":
             watcher.failed(task, *facts)
         else:
@@ -238,37 +239,37 @@ def _follow(
             watcher.done(task, result)
 
 
-def _work(workshop: Workshop, threads: int, name: int, inbox: Any, news: Any) -> None:
-    """A worker: cell after cell, until there is none."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that shows ends its workers
+def _work(runner: CellRunner, threads: int, name: int, inbox: Any, messages: Any) -> None:
+    """The main function of a worker process: cell after cell, until there is none."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process ends its workers
     Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
-    here = circumstances(torch.device(workshop.device))
+    here = circumstances(torch.device(runner.device))
     item = inbox.get()
     while item is not None:
         number, cell = item
         item = inbox.get()
         following = None if item is None else item[1]
         try:
-            result = workshop.run(cell, partial(_tell, news, name, number), following)
+            result = runner.run(cell, partial(_send_progress, messages, name, number), following)
         except Exception as error:
-            news.put((name, number, "failed", told(error)))
+            messages.put((name, number, "failed", failure(error)))
         else:
-            news.put((name, number, "done", here, result))
+            messages.put((name, number, "done", here, result))
 
 
 def _end_with_parent() -> None:
-    """Wait for the end of the process that shows, however it ends, and end this one too."""
+    """Wait for the end of the parent process, however it ends, and end this one too."""
     parent = parent_process()
     assert parent is not None
     wait([parent.sentinel])
     os._exit(1)
 
 
-def _tell(news: Any, name: int, number: int, seen: int, accuracy: float) -> None:
-    news.put((name, number, "tick", seen, accuracy))
+def _send_progress(messages: Any, name: int, number: int, seen: int, accuracy: float) -> None:
+    messages.put((name, number, "tick", seen, accuracy))
 
 
-def told(error: Exception) -> str:
+def failure(error: Exception) -> str:
     """Why a cell could not be measured."""
     return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""One cell, measured: an adapter watches its stream, and every row is remembered."""
+"""Measure one cell: run an adapter over its stream and keep every row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fata.data import Samples, Stream
 from fata.methods.losses import entropy
 from fata.zoo import Loaded
 
-Tick = Callable[[int, float], None]  # images seen, share of them that is right
+Tick = Callable[[int, float], None]  # images seen, accuracy so far
 
 
 def measure(
@@ -34,9 +34,9 @@ def measure(
     macs: tuple[Macs, Macs],
     tick: Tick,
 ) -> dict[str, Any]:
-    """Run a stream through an adapter; what the results store keeps of it.
+    """Run a stream through an adapter; returns what the store keeps.
 
-    `macs` are what a pass over the network takes, and over the tail: see `cost.passes`.
+    `macs` are those of a pass over the network and over the tail: see `cost.passes`.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -47,10 +47,10 @@ def measure(
     clock = Clock(device, compiled)
     right = torch.zeros((), dtype=torch.int64, device=device)
     known: tuple[int, int, Deferred] | None = (
-        None  # rows seen, those had here, the right ones of them
+        None  # rows seen, rows of this rank, how many of these are right
     )
-    group, index = adapter.group, [torch.empty(0, dtype=torch.int64)]  # rows that are had here
-    seen, ends, told = 0, list[int](), time.perf_counter()
+    group, index = adapter.group, [torch.empty(0, dtype=torch.int64)]  # rows of this rank
+    seen, ends, ticked = 0, list[int](), time.perf_counter()
     for batch in batches:
         part = group.share(len(batch.images))
         images = loaded.preprocess.normalise(batch.images[part])
@@ -64,10 +64,10 @@ def measure(
         index.append(seen + torch.arange(len(batch.images))[part])
         seen += len(batch.images)
         ends.append(seen)
-        if time.perf_counter() - told > 0.5:
-            told = time.perf_counter()
+        if time.perf_counter() - ticked > 0.5:
+            ticked = time.perf_counter()
             if known is not None:
-                tick(known[0], known[2].read() / max(1, known[1]))  # a rank may have had none
+                tick(known[0], known[2].read() / max(1, known[1]))  # a rank may have none
             known = seen, sum(map(len, index)), Deferred(right)
     columns = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     rows = Rows(*(group.whole(column, torch.cat(index), seen) for column in columns))
@@ -89,7 +89,7 @@ def measure(
 
 
 class Clock:
-    """Times of many pieces of work, which are not waited for one by one."""
+    """Times of many steps, without waiting for the device after each."""
 
     def __init__(self, device: torch.device, apart: float = 0.0) -> None:
         self.device, self.cuda = device, device.type == "cuda"
@@ -97,19 +97,19 @@ class Clock:
         self._apart = [apart]
 
     def start(self) -> None:
-        """A piece of work begins."""
+        """A step begins."""
         self._mark()
 
     def stop(self, apart: float = 0.0) -> None:
-        """It is over (on a GPU: when the device gets there).
+        """It ends (on a GPU: when the device gets there).
 
-        `apart` are the seconds until now, in all, that do not count.
+        `apart` are the total seconds until now that do not count.
         """
         self._mark()
         self._apart.append(apart)
 
     def read(self) -> list[float]:
-        """Seconds of each."""
+        """Seconds of each step."""
         begun, over = self._marks[::2], self._marks[1::2]
         pairs = zip(begun, over, strict=True)
         if self.cuda:
@@ -132,14 +132,14 @@ class Clock:
 
 
 def _columns(logits: Tensor, labels: Tensor, selected: dict[str, Tensor]) -> list[Tensor]:
-    """What is kept of each row, in the order of `Rows`; one that is no number is no answer."""
-    classes, unsure = logits.shape[1], entropy(logits)
-    sure, prediction = logits.softmax(1).max(1)
-    prediction = torch.where(unsure.isfinite(), prediction, classes)
+    """What is kept of each row, in the order of `Rows`; NaN predictions count as wrong."""
+    classes, entropies = logits.shape[1], entropy(logits)
+    confidence, prediction = logits.softmax(1).max(1)
+    prediction = torch.where(entropies.isfinite(), prediction, classes)
     none = torch.zeros_like(prediction, dtype=torch.bool)
     host, plus, *_ = (*selected.values(), none, none)
-    unsure = unsure.nan_to_num(math.log(classes))
-    return [labels, prediction, sure.nan_to_num(0), unsure, host, plus]
+    entropies = entropies.nan_to_num(math.log(classes))
+    return [labels, prediction, confidence.nan_to_num(0), entropies, host, plus]
 
 
 def _by_domain(rows: Rows, domains: list[str]) -> dict[str, float]:
@@ -154,7 +154,7 @@ def _quantile(times: list[float], share: float) -> float:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes: of the GPU's tensors in this cell; on the CPU of the whole process, ever."""
+    """Peak bytes: of the GPU's tensors in this cell; on the CPU of the process so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

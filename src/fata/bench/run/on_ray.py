@@ -1,7 +1,8 @@
-"""Run cells on a Ray cluster: workers on its nodes measure; this process hands out and writes.
+"""Run cells on a Ray cluster: workers on its nodes measure; this process assigns and stores.
 
-A worker is an actor. It holds its share of a GPU, and stays with its model and pictures from cell
-to cell; Ray starts a new process for every plain task that has a GPU.
+A worker is an actor. It holds its share of a GPU and keeps its model and images from cell to cell;
+Ray would start a new process for every plain task that has a GPU. `ray.util.ActorPool` is not used:
+it neither replaces lost actors nor lets a task choose the actor that has its images.
 """
 
 from __future__ import annotations
@@ -22,39 +23,39 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 import fata
 from fata.bench.cell import Cell, circumstances
-from fata.bench.run.local import Group, Task, Todo, Watcher, group_of, told
-from fata.bench.run.ray_objects import Kit, Larder, Stocked
-from fata.bench.run.runner import Workshop
+from fata.bench.run.local import Affinity, Task, TaskQueue, Watcher, affinity_of, failure
+from fata.bench.run.ray_objects import CellInputs, RayCellRunner, SharedObjects
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Store
 from fata.corruptions import weather
-from fata.data.dataset import Pictures
+from fata.data.dataset import ImageSource
 
 TRIES = 3  # of a cell whose worker is lost, and of starting a worker
-_LOOK = 0.5  # seconds between looks at what is going on
-_PICTURES = 0.25  # of a node's object store, for pictures of one domain
+_POLL = 0.5  # seconds between two polls of the workers
+_IMAGE_SHARE = 0.25  # of a node's object store, for the images of one domain
 
 
 class ClusterError(RuntimeError):
     """A cluster that cannot be reached, or cannot run a cell."""
 
 
-class Staff(Watcher, Protocol):
-    """A watcher that is told of the workers too."""
+class ClusterWatcher(Watcher, Protocol):
+    """Receives the progress of a run, and which workers there are."""
 
-    def staffed(self, workers: Mapping[str, Task | None]) -> None:
-        """Who is there, by name, and the cell that each is at."""
+    def workers_changed(self, workers: Mapping[str, Task | None]) -> None:
+        """The workers by name, each with the cell that it runs."""
 
     def lost(self, worker: str) -> None:
-        """A worker is gone; its cell goes to another."""
+        """A worker is lost; its cell goes to another."""
 
 
 @contextmanager
 def connected(address: str | None) -> Iterator[None]:
-    """The cluster at an address; None: the one that Ray finds, else one on this machine alone."""
+    """The cluster at an address; None: the one that Ray finds, or a new one on this machine."""
     if ray.is_initialized():
         yield
         return
-    _knock(address)
+    _check_reachable(address)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # of a cluster that is started here
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else Ray warns of a change
     try:
@@ -67,8 +68,8 @@ def connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _knock(address: str | None) -> None:
-    """Refuse an address where nobody answers, which Ray would try for minutes."""
+def _check_reachable(address: str | None) -> None:
+    """Raise for an address that does not respond, which Ray would try for minutes."""
     host, colon, port = (address or "").rpartition(":")
     if colon and port.isdecimal() and "/" not in host:
         try:
@@ -78,14 +79,14 @@ def _knock(address: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class Share:
-    """What a worker takes of its node: on a CPU its threads, else a share of the GPUs."""
+class WorkerResources:
+    """What a worker takes of its node: CPU threads, or a share of the GPUs."""
 
     threads: int
     gpus: float = 0
 
     def fits(self, node: Mapping[str, float]) -> int:
-        """How many find room on a node with such resources."""
+        """How many workers a node with these resources can run."""
         if not self.gpus:
             return int(node.get("CPU", 0) // self.threads)
         if self.gpus < 1:
@@ -93,11 +94,11 @@ class Share:
         return int(node.get("GPU", 0) // self.gpus)
 
 
-def share(gpus: float | None, jobs: int) -> Share:
+def worker_resources(gpus: float | None, jobs: int) -> WorkerResources:
     """What a worker takes on the cluster that we are connected to.
 
     Args:
-        gpus: for a cell; None: one where the cluster has some, else none.
+        gpus: for a cell; None: one if the cluster has any, else none.
         jobs: cells at a time on a node without GPUs, if it is like this machine.
 
     Raises:
@@ -110,44 +111,48 @@ def share(gpus: float | None, jobs: int) -> Share:
     if gpus > 1 and gpus != int(gpus):
         raise ClusterError(f"{gpus} GPUs a cell: give a part of one, or a whole number.")
     if gpus:
-        cells = Share(1, gpus).fits(most)
+        cells = WorkerResources(1, gpus).fits(most)
         if not cells:
             raise ClusterError(
                 f"no node of the cluster has {gpus:g} GPU for a cell: the most is "
                 f"{most.get('GPU', 0):g}."
             )
-        return Share(max(1, int(most.get("CPU", 0) // cells)), gpus)
+        return WorkerResources(max(1, int(most.get("CPU", 0) // cells)), gpus)
     cores = int(max(node.get("CPU", 0) for node in nodes))
     if not cores:
         raise ClusterError("no node of the cluster has a CPU to give.")
-    return Share(min(max(1, torch.get_num_threads() // jobs), cores))
+    return WorkerResources(min(max(1, torch.get_num_threads() // jobs), cores))
 
 
 def run(
-    tasks: Sequence[Task], store: Store, workshop: Workshop, watcher: Staff, one: Share
+    tasks: Sequence[Task],
+    store: Store,
+    runner: CellRunner,
+    watcher: ClusterWatcher,
+    resources: WorkerResources,
 ) -> None:
     """Measure and store, on the cluster that we are connected to; what is stored stays."""
-    nodes = _nodes()
-    cells = max(1, *map(one.fits, nodes))
-    workers = one.threads if workshop.workers is None else workshop.workers
-    stocked = Stocked(
-        "cuda" if one.gpus else "cpu",
-        workshop.jpeg,
-        workshop.fisher,
-        workers,
-        workshop.skip_damaged,
-        workshop.share * min(1, one.gpus) if one.gpus else workshop.share / cells,
+    nodes, gpus = _nodes(), resources.gpus
+    cells = max(1, *map(resources.fits, nodes))
+    remote = RayCellRunner(
+        "cuda" if gpus else "cpu",
+        runner.jpeg,
+        runner.fisher,
+        resources.threads if runner.workers is None else runner.workers,
+        runner.skip_damaged,
+        runner.share * min(1, gpus) if gpus else runner.share / cells,
     )
-    room = int(_PICTURES * min(node["object_store_memory"] for node in nodes))
-    crew = Crew(tasks, store, watcher, one, stocked, Larder(tasks, workshop, room))
+    capacity = int(_IMAGE_SHARE * min(node["object_store_memory"] for node in nodes))
+    shared = SharedObjects(tasks, runner, capacity)
+    pool = WorkerPool(tasks, store, watcher, resources, remote, shared)
     try:
-        crew.work()
+        pool.work()
     finally:
-        crew.dismiss()
+        pool.stop()
 
 
-class Hello(NamedTuple):
-    """What a worker says of itself."""
+class WorkerInfo(NamedTuple):
+    """What a worker reports when it starts."""
 
     name: str
     fata: str
@@ -156,22 +161,22 @@ class Hello(NamedTuple):
 
 
 class Worker:
-    """In a process on a node: cell after cell, with the model and the pictures of the last."""
+    """In a process on a node: cell after cell, with the model and the images of the last."""
 
-    def __init__(self, workshop: Stocked, threads: int) -> None:
-        self.workshop, self.threads = workshop, threads
+    def __init__(self, runner: RayCellRunner, threads: int) -> None:
+        self.runner, self.threads = runner, threads
         self._at = (-1, 0, 0.0)
 
-    def hello(self) -> Hello:
-        """Who is here, and with what."""
-        here = circumstances(torch.device(self.workshop.device))
+    def info(self) -> WorkerInfo:
+        """Where this worker runs, and with which versions."""
+        here = circumstances(torch.device(self.runner.device))
         name = f"{platform.node()}:{os.getpid()}"
-        return Hello(name, fata.__version__, weather.frost_source(), here)
+        return WorkerInfo(name, fata.__version__, weather.frost_source(), here)
 
     def run(
-        self, number: int, cell: Cell, kit: Kit, *pictures: Pictures
+        self, number: int, cell: Cell, inputs: CellInputs, *sources: ImageSource
     ) -> tuple[dict[str, Any] | None, str]:
-        """A cell's result; or why there is none."""
+        """A cell's result, or None and why it failed."""
         torch.set_num_threads(self.threads)
         self._at = (number, 0, 0.0)
 
@@ -179,176 +184,180 @@ class Worker:
             self._at = (number, seen, accuracy)
 
         try:
-            self.workshop.stock(cell, kit, pictures)
-            return self.workshop.run(cell, tick), ""
+            self.runner.load(cell, inputs, sources)
+            return self.runner.run(cell, tick), ""
         except Exception as error:
-            return None, told(error)
+            return None, failure(error)
 
     def progress(self) -> tuple[int, int, float]:
-        """The number of the cell, the images that it has seen, and the share that was right."""
+        """The number of the cell, the images that it has seen, and its accuracy so far."""
         return self._at
 
 
 @dataclass
-class Hand:
-    """A worker as it is seen from here."""
+class RemoteWorker:
+    """A worker as this process sees it."""
 
     actor: Any
-    awaited: Any  # a reference to what will come: its hello, then what becomes of its task
+    awaited: Any  # a reference to its info, then to the outcome of its task
     name: str = ""
     here: dict[str, str] = field(default_factory=dict)
-    has: int | None = None  # the number of its task
-    last: Group | None = None
-    look: Any = None  # a reference to its progress
+    task: int | None = None  # the number of its task
+    last: Affinity | None = None
+    progress: Any = None  # a reference to its progress
 
 
-class Crew:
-    """Workers on a cluster: as many as find room, nodes coming and going."""
+class WorkerPool:
+    """As many workers as the cluster has room for; nodes may come and go."""
 
     def __init__(
         self,
         tasks: Sequence[Task],
         store: Store,
-        watcher: Staff,
-        one: Share,
-        workshop: Stocked,
-        larder: Larder,
+        watcher: ClusterWatcher,
+        resources: WorkerResources,
+        runner: RayCellRunner,
+        shared: SharedObjects,
     ) -> None:
-        self.tasks, self.store, self.watcher, self.one = tasks, store, watcher, one
-        self.todo, self.larder = Todo(tasks), larder
-        self.hands: list[Hand] = []
-        self._workshop = workshop
-        self._lost: Counter[int] = Counter()  # by task: workers that were lost at it
-        self._unborn = 0  # workers in a row that were lost before they said hello
-        self._looked = 0.0
+        self.tasks, self.store, self.watcher, self.resources = tasks, store, watcher, resources
+        self.queue, self.shared = TaskQueue(tasks), shared
+        self.workers: list[RemoteWorker] = []
+        self._runner = runner
+        self._lost: Counter[int] = Counter()  # workers lost, by task
+        self._failed_starts = 0  # workers in a row that were lost before they reported
+        self._polled = 0.0
         self._actor = ray.remote(
-            num_cpus=0 if one.gpus else one.threads,
-            num_gpus=one.gpus,
-            concurrency_groups={"looks": 1},
+            num_cpus=0 if resources.gpus else resources.threads,
+            num_gpus=resources.gpus,
+            concurrency_groups={"progress": 1},
         )(Worker)
 
     def work(self) -> None:
         """Until every task is done or has failed."""
-        while self.todo.left or any(hand.has is not None for hand in self.hands):
-            if time.monotonic() - self._looked > _LOOK:
-                self._looked = time.monotonic()
-                self._hire()
-                self._look()
-            awaited = {hand.awaited: hand for hand in self.hands}
+        while self.queue.left or any(worker.task is not None for worker in self.workers):
+            if time.monotonic() - self._polled > _POLL:
+                self._polled = time.monotonic()
+                self._start_workers()
+                self._poll_progress()
+            awaited = {worker.awaited: worker for worker in self.workers}
             if not awaited:  # no node, or none with room
-                time.sleep(_LOOK)
+                time.sleep(_POLL)
                 continue
-            for ref in ray.wait(list(awaited), timeout=_LOOK)[0]:
-                self._settle(awaited[ref])
+            for ref in ray.wait(list(awaited), timeout=_POLL)[0]:
+                self._receive(awaited[ref])
 
-    def dismiss(self) -> None:
-        """End the workers, whatever they are at."""
-        for hand in self.hands:
-            ray.kill(hand.actor)
-        self.hands.clear()
+    def stop(self) -> None:
+        """End the workers, whatever they run."""
+        for worker in self.workers:
+            ray.kill(worker.actor)
+        self.workers.clear()
 
-    def _hire(self) -> None:
-        """Workers for what is left to do, as many as there is room for."""
-        room = sum(map(self.one.fits, _nodes()))
-        busy = sum(hand.has is not None for hand in self.hands)
-        for _ in range(min(room, len(self.todo) + busy) - len(self.hands)):
-            actor = self._actor.remote(self._workshop, self.one.threads)
-            self.hands.append(Hand(actor, actor.hello.remote()))
+    def _start_workers(self) -> None:
+        """As many as there are tasks and room for."""
+        room = sum(map(self.resources.fits, _nodes()))
+        busy = sum(worker.task is not None for worker in self.workers)
+        for _ in range(min(room, len(self.queue) + busy) - len(self.workers)):
+            actor = self._actor.remote(self._runner, self.resources.threads)
+            self.workers.append(RemoteWorker(actor, actor.info.remote()))
 
-    def _look(self) -> None:
-        """Pass on how far each worker is; a worker that is lost is found out by its cell."""
-        for hand in self.hands:
-            if hand.look is not None and ray.wait([hand.look], timeout=0)[0]:
+    def _poll_progress(self) -> None:
+        """Pass on the progress of each worker; `_receive` notices the lost ones."""
+        for worker in self.workers:
+            if worker.progress is not None and ray.wait([worker.progress], timeout=0)[0]:
                 try:
-                    number, seen, accuracy = ray.get(hand.look)
+                    number, seen, accuracy = ray.get(worker.progress)
                 except RayError:
                     number = -1
-                if number == hand.has and seen:
+                if number == worker.task and seen:
                     self.watcher.tick(self.tasks[number], seen, accuracy)
-                hand.look = None
-            if hand.look is None and hand.has is not None:
-                hand.look = hand.actor.progress.options(concurrency_group="looks").remote()
+                worker.progress = None
+            if worker.progress is None and worker.task is not None:
+                ask = worker.actor.progress.options(concurrency_group="progress")
+                worker.progress = ask.remote()
 
-    def _settle(self, hand: Hand) -> None:
+    def _receive(self, worker: RemoteWorker) -> None:
         try:
-            answer = ray.get(hand.awaited)
+            outcome = ray.get(worker.awaited)
         except RayTaskError as error:
-            if hand.has is None:
+            if worker.task is None:
                 raise ClusterError(f"a worker cannot start: {error}") from error
-            answer = (None, told(error.cause or error))  # its pictures could not be decoded
+            outcome = (None, failure(error.cause or error))  # its images could not be decoded
         except RayError as error:
-            self._lose(hand, error)
+            self._remove(worker, error)
             return
-        if isinstance(answer, Hello):
-            self._welcome(hand, answer)
+        if isinstance(outcome, WorkerInfo):
+            self._register(worker, outcome)
         else:
-            self._finish(hand, *answer)
-        self._give(hand)
-        self._tell()
+            self._finish(worker, *outcome)
+        self._assign(worker)
+        self._report_workers()
 
-    def _welcome(self, hand: Hand, hello: Hello) -> None:
+    def _register(self, worker: RemoteWorker, info: WorkerInfo) -> None:
         ours = (fata.__version__, weather.frost_source())
-        if (hello.fata, hello.frost) != ours:
+        if (info.fata, info.frost) != ours:
             raise ClusterError(
-                f"{hello.name} has fata {hello.fata} with {hello.frost} frost, but here is fata "
+                f"{info.name} has fata {info.fata} with {info.frost} frost, but here is fata "
                 f"{ours[0]} with {ours[1]} frost: results would not be those of one protocol."
             )
-        hand.name, hand.here = hello.name, hello.here
-        self._unborn = 0
+        worker.name, worker.here = info.name, info.here
+        self._failed_starts = 0
 
-    def _finish(self, hand: Hand, result: dict[str, Any] | None, why: str) -> None:
-        assert hand.has is not None
-        task, hand.has = self.tasks[hand.has], None
-        self.larder.release(task)
+    def _finish(self, worker: RemoteWorker, result: dict[str, Any] | None, why: str) -> None:
+        assert worker.task is not None
+        task, worker.task = self.tasks[worker.task], None
+        self.shared.release(task)
         if result is None:
             self.watcher.failed(task, why)
         else:
-            self.store.put(task.key, task.protocol, hand.here, result)
+            self.store.put(task.key, task.protocol, worker.here, result)
             self.watcher.done(task, result)
 
-    def _give(self, hand: Hand) -> None:
-        """A task, and pictures of the next are decoded meanwhile; who gets none may go."""
-        number = self.todo.next(hand.last)
+    def _assign(self, worker: RemoteWorker) -> None:
+        """A task, or the end of the worker; images of the next task are decoded meanwhile."""
+        number = self.queue.next(worker.last)
         if number is None:
-            ray.kill(hand.actor)
-            self.hands.remove(hand)
+            ray.kill(worker.actor)
+            self.workers.remove(worker)
             return
         task = self.tasks[number]
-        kit, pictures = self.larder.serve(task)
-        hand.has, hand.last = number, group_of(task.cell)
-        hand.awaited = hand.actor.run.remote(number, task.cell, kit, *pictures)
-        following = self.todo.peek(hand.last)
+        inputs, sources = self.shared.inputs(task)
+        worker.task, worker.last = number, affinity_of(task.cell)
+        worker.awaited = worker.actor.run.remote(number, task.cell, inputs, *sources)
+        following = self.queue.peek(worker.last)
         if following is not None:
-            self.larder.serve(self.tasks[following])
+            self.shared.inputs(self.tasks[following])
 
-    def _lose(self, hand: Hand, error: RayError) -> None:
-        """Its task goes to another, though not without end."""
-        ray.kill(hand.actor)
-        self.hands.remove(hand)
-        if hand.has is None:
-            self._unborn += 1
-            if self._unborn == TRIES:
+    def _remove(self, worker: RemoteWorker, error: RayError) -> None:
+        """Drop a lost worker; its task goes to another one, up to TRIES times."""
+        ray.kill(worker.actor)
+        self.workers.remove(worker)
+        if worker.task is None:
+            self._failed_starts += 1
+            if self._failed_starts == TRIES:
                 raise ClusterError(f"workers cannot start: {error}") from error
             return
-        task = self.tasks[hand.has]
-        self._lost[hand.has] += 1
-        if self._lost[hand.has] == TRIES:
-            self.larder.release(task)
+        task = self.tasks[worker.task]
+        self._lost[worker.task] += 1
+        if self._lost[worker.task] == TRIES:
+            self.shared.release(task)
             self.watcher.failed(task, f"its worker was lost {TRIES} times: {error}")
         else:
             if not isinstance(error, RayActorError):
-                self.larder.renew(task)
-            self.todo.back(hand.has)
-        self.watcher.lost(hand.name)
-        self._tell()
+                self.shared.renew(task)
+            self.queue.put_back(worker.task)
+        self.watcher.lost(worker.name)
+        self._report_workers()
 
-    def _tell(self) -> None:
-        named = [hand for hand in self.hands if hand.name]
-        self.watcher.staffed(
-            {hand.name: None if hand.has is None else self.tasks[hand.has] for hand in named}
+    def _report_workers(self) -> None:
+        named = [worker for worker in self.workers if worker.name]
+        self.watcher.workers_changed(
+            {
+                worker.name: None if worker.task is None else self.tasks[worker.task]
+                for worker in named
+            }
         )
 
 
 def _nodes() -> list[dict[str, float]]:
-    """What each living node has."""
+    """Resources of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]

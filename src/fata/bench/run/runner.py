@@ -1,4 +1,4 @@
-"""What the cells of one process share: the model, the data, EATA's Fisher information."""
+"""Runs cells one after another; they share the model, the data and EATA's Fisher information."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fata import zoo
 from fata.adapter import Adapter
 from fata.bench.cell import FISHER_IMAGES, Cell
 from fata.bench.cost import Macs, passes
+from fata.bench.run.image_cache import ImageCache, free_memory
 from fata.bench.run.measure import Tick, measure
-from fata.bench.run.pictures import Shelf, free_memory
 from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, stream
-from fata.data.dataset import Files
+from fata.data.dataset import ImageFiles
 from fata.data.serve import Decoded
 from fata.guard.policy import log
 from fata.zoo import Loaded
@@ -31,18 +31,17 @@ _WITH_PROTOCOL = re.compile(r"(?P<name>.+)@(?P<protocol>\w+)")
 
 
 @dataclass
-class Workshop:
+class CellRunner:
     """Loads each thing once, and runs cells one after another.
 
     Args:
         device: where the models are.
-        jpeg: corruptions made on the fly go through JPEG.
-        fisher: data with clean images for EATA; None: the cell's own, where they are there.
-        workers: processes that decode pictures; None: a few.
-        skip_damaged: leave damaged pictures out, and count them.
-        share: of the device's free memory, for pictures that several cells meet.
-        group: ranks that have a share of every batch each; every one has a workshop and runs the
-            same cells.
+        jpeg: corruptions made on the fly are JPEG-compressed.
+        fisher: data with clean images for EATA; None: the cell's own, if it has them.
+        workers: processes that decode images; None: a few.
+        skip_damaged: leave damaged images out, and count them.
+        share: of the device's free memory, for cached images.
+        group: ranks that share every batch; each has its own runner and runs the same cells.
     """
 
     device: str = "cpu"
@@ -60,8 +59,8 @@ class Workshop:
     _macs: dict[tuple[Any, ...], tuple[Macs, Macs]] = field(
         default_factory=dict, init=False, repr=False
     )
-    _shelf: Shelf | None = field(default=None, init=False, repr=False)
-    _ahead: tuple[Cell, Future[Decoded]] | None = field(default=None, init=False, repr=False)
+    _cache: ImageCache | None = field(default=None, init=False, repr=False)
+    _prefetched: tuple[Cell, Future[Decoded]] | None = field(default=None, init=False, repr=False)
     _last: tuple[tuple[Any, ...], Adapter] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -70,14 +69,14 @@ class Workshop:
             torch.set_float32_matmul_precision("high")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """In another process, what is set for a process is set there too."""
+        """Settings of the process are made in the other process too."""
         self.__dict__.update(state)
         self.__post_init__()
 
     def model(self, name: str) -> Loaded:
-        """A model, on the device; one at a time. `vit_base@sar`: by that protocol."""
+        """A model on the device, one at a time; `vit_base@sar` names its protocol."""
         if name not in self._models:
-            self._leave()
+            self._unwrap()
             self._models.clear()
             loaded = self._load(name)
             loaded.model.to(self.device)
@@ -89,7 +88,7 @@ class Workshop:
         return zoo.load(asked["name"], protocol=asked["protocol"]) if asked else zoo.load(name)
 
     def data(self, spec: str, model: str) -> Dataset:
-        """A data set, with the pictures that a model takes; models alike share it."""
+        """A data set with a model's preprocessing; models with the same one share it."""
         loaded = self.model(model)
         at = (spec, loaded.preprocess, loaded.classes)
         if at not in self._data:
@@ -106,19 +105,19 @@ class Workshop:
         return cell.protocol(self.model(cell.model), self.data(cell.data, cell.model), fisher)
 
     def run(self, cell: Cell, tick: Tick, following: Cell | None = None) -> dict[str, Any]:
-        """Measure a cell; the model is its source again afterwards.
+        """Measure a cell; afterwards the model has its source weights again.
 
-        The pictures of the `following` one are decoded meanwhile, where they are files.
+        Image files of the `following` cell are decoded meanwhile.
         """
         loaded = self.model(cell.model)
         stream = cell.stream(self.data(cell.data, cell.model))
-        if self._ahead is not None and self._ahead[0] == cell:
-            decoded = self._ahead[1].result()
+        if self._prefetched is not None and self._prefetched[0] == cell:
+            decoded = self._prefetched[1].result()
         else:
             decoded = self._begin(cell, stream)()
-        self._ahead = None
+        self._prefetched = None
         if following is not None and following.model == cell.model:
-            self._look_ahead(following)
+            self._prefetch(following)
         device = torch.device(self.device)
         adapter = self._adapter(cell, loaded)
         macs = self.macs(cell.model, adapter)
@@ -131,10 +130,10 @@ class Workshop:
             log.setLevel(level)
             adapter.reset()
             if cell.speed == "exact":
-                self._leave()
+                self._unwrap()
 
     def macs(self, model: str, adapter: Adapter) -> tuple[Macs, Macs]:
-        """What a pass over a model takes, and over the tail behind an adapter's layer; once."""
+        """MACs of a pass over a model, and over the tail behind an adapter's layer; once."""
         learned = frozenset(n for n, p in adapter.model.named_parameters() if p.requires_grad)
         at = (model, adapter.layer, learned)
         if at not in self._macs:
@@ -143,12 +142,12 @@ class Workshop:
         return self._macs[at]
 
     def _adapter(self, cell: Cell, loaded: Loaded) -> Adapter:
-        """A new one; of a fast cell the last one's, if it was alike: it has recorded its passes."""
+        """A new one; a fast cell takes the last one if it has the same settings: it is compiled."""
         settings = repr(sorted(cell.settings(loaded).items()))
         clean = self.clean(cell)
         at = (cell.model, cell.method, settings, cell.guard, clean and clean.spec)
         if self._last is None or self._last[0] != at or cell.speed == "exact":
-            self._leave()
+            self._unwrap()
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # no Fisher: that is in the protocol
                 made = cell.adapter(loaded, self._information(cell), self.group)
@@ -157,32 +156,32 @@ class Workshop:
         adapter.reset(cell.seed)
         return adapter
 
-    def _leave(self) -> None:
-        """The model without an adapter."""
+    def _unwrap(self) -> None:
+        """Remove the adapter from the model."""
         if self._last is not None:
             self._last[1].unwrap()
             self._last = None
 
-    def _begin(self, cell: Cell, stream: Stream, ahead: bool = False) -> Callable[[], Decoded]:
-        if self._shelf is None:
-            self._shelf = Shelf(int(self.share * free_memory(torch.device(self.device))))
+    def _begin(self, cell: Cell, stream: Stream, prefetch: bool = False) -> Callable[[], Decoded]:
+        if self._cache is None:
+            self._cache = ImageCache(int(self.share * free_memory(torch.device(self.device))))
         size = self.model(cell.model).preprocess.size
-        return self._shelf.begin(stream, size, torch.device(self.device), self.workers, ahead)
+        return self._cache.begin(stream, size, torch.device(self.device), self.workers, prefetch)
 
-    def _look_ahead(self, cell: Cell) -> None:
-        """Decode what a cell will meet, while another one runs that meets other pictures."""
+    def _prefetch(self, cell: Cell) -> None:
+        """Decode the images of a cell while another cell with other images runs."""
         stream = cell.stream(self.data(cell.data, cell.model))
-        if self._shelf is not None and self._shelf.coming(stream):
+        if self._cache is not None and self._cache.is_filling(stream):
             return
-        if any(isinstance(stream.dataset.of(domain), Files) for domain in stream.domains):
-            self._ahead = (cell, _aside(self._begin(cell, stream, ahead=True)))
+        if any(isinstance(stream.dataset.of(domain), ImageFiles) for domain in stream.domains):
+            self._prefetched = (cell, _in_thread(self._begin(cell, stream, prefetch=True)))
 
     def lacks_fisher(self, cell: Cell) -> bool:
-        """Whether the method has a penalty, but nothing to compute it from."""
+        """Whether the method has a Fisher penalty, but no clean images to compute it from."""
         return cell.wants_fisher(self.model(cell.model)) and self.clean(cell) is None
 
     def clean(self, cell: Cell) -> Dataset | None:
-        """Where clean images for EATA's penalty are, if anywhere."""
+        """The data with clean images for EATA's penalty, if there is any."""
         if not cell.wants_fisher(self.model(cell.model)):
             return None
         dataset = self.data(self.fisher or cell.data, cell.model)
@@ -193,7 +192,7 @@ class Workshop:
         return None
 
     def _information(self, cell: Cell) -> dict[str, Tensor] | None:
-        """EATA's Fisher information of what adapts of a model, computed once."""
+        """EATA's Fisher information of the adapted parameters, computed once."""
         clean = self.clean(cell)
         if clean is None:
             return None
@@ -208,8 +207,8 @@ class Workshop:
         return self._fishers[at]
 
 
-def _aside(work: Callable[[], Decoded]) -> Future[Decoded]:
-    """In a thread of its own that, unlike a pool's, does not hold up the end of the process."""
+def _in_thread(work: Callable[[], Decoded]) -> Future[Decoded]:
+    """In a daemon thread, which unlike a pool's does not delay the end of the process."""
     outcome: Future[Decoded] = Future()
 
     def run() -> None:

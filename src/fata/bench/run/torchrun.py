@@ -1,6 +1,6 @@
-"""A benchmark on several ranks, as torchrun starts them: the first writes and shows.
+"""A benchmark on several ranks, started by torchrun: the first writes and shows progress.
 
-Every rank runs the same cells, with its share of every batch; all read all pictures.
+Every rank runs the same cells, with its share of every batch; all read all images.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from fata.bench.cell import Cell
 from fata.bench.grid import GridError
 from fata.bench.run.local import Task
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.engine.arguments import check_group
 
 
 def join(device: str) -> tuple[dist.ProcessGroup | None, str]:
-    """The ranks and this one's device, where torchrun started several; else None."""
+    """The process group and this rank's device, if torchrun started several ranks."""
     if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
         return None, device
     if device == "cuda":
@@ -32,7 +32,7 @@ def join(device: str) -> tuple[dist.ProcessGroup | None, str]:
 
 
 def check(group: dist.ProcessGroup | None, cells: Sequence[Cell]) -> None:
-    """Refuse cells whose batches cannot be shared."""
+    """Raise for cells whose batches cannot be shared."""
     for cell in cells:
         try:
             check_group(group, cell.speed)
@@ -46,21 +46,21 @@ def follows(group: dist.ProcessGroup | None) -> bool:
 
 
 def lead(group: dist.ProcessGroup | None, tasks: Sequence[Task]) -> None:
-    """Tell the others what is to be run."""
+    """Broadcast the cells to the other ranks."""
     if group is not None:
         dist.broadcast_object_list([[task.cell for task in tasks]], 0, group)
 
 
-def follow(workshop: Workshop) -> None:
-    """Run what the first rank runs, in silence."""
-    told: list[list[Cell]] = [[]]
+def follow(runner: CellRunner) -> None:
+    """Run the cells of the first rank, without output."""
+    cells: list[list[Cell]] = [[]]
     try:
-        dist.broadcast_object_list(told, 0, workshop.group)
+        dist.broadcast_object_list(cells, 0, runner.group)
     except RuntimeError:
-        raise SystemExit(1) from None  # the first rank has ended, and said why
-    for cell in told[0]:
+        raise SystemExit(1) from None  # the first rank has ended with a message
+    for cell in cells[0]:
         try:
-            workshop.run(cell, lambda *_: None)
+            runner.run(cell, lambda *_: None)
         except Exception as error:
-            rank = dist.get_rank(workshop.group)
+            rank = dist.get_rank(runner.group)
             raise SystemExit(f"rank {rank} ends: {type(error).__name__}: {error}") from error

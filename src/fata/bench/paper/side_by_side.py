@@ -1,4 +1,4 @@
-"""Numbers of the paper and ours in one table, as text."""
+"""The paper's numbers and ours side by side, as text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DOMAINS = {"Art": "Ar", "Clipart": "Cl", "Product": "Pr", "Real World": "Rw"}
 
 
 class Pair(NamedTuple):
-    """A number of the paper and ours, each where it is known."""
+    """A number of the paper and ours; None if unknown."""
 
     paper: float | None
     ours: float | None
@@ -28,12 +28,12 @@ class Pair(NamedTuple):
 
     @property
     def difference(self) -> float | None:
-        """Ours less the paper's."""
+        """Ours minus the paper's."""
         return None if self.paper is None or self.ours is None else self.ours - self.paper
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """The paper's, ours and the difference; a dagger where one class took over."""
+        """The paper's, ours and the difference; a dagger marks a collapse."""
         signed = self.form.replace(":", ":+")
         dagger = "†" if self.collapsed and self.ours is not None else ""
         return (
@@ -44,14 +44,14 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sheet:
+class SideBySide:
     """A table of pairs.
 
     Args:
         title: what it shows.
         columns: their names.
         rows: pairs by row and column.
-        notes: what must be known to compare.
+        notes: what a reader must know to compare.
     """
 
     title: str
@@ -67,35 +67,35 @@ def head(column: str) -> str:
     return _HEADS.get(column, column)
 
 
-def markdown(sheet: Sheet) -> str:
+def markdown(table: SideBySide) -> str:
     """Three lines a row."""
     lines = [
-        f"### {in_markdown(sheet.title)}",
+        f"### {in_markdown(table.title)}",
         "",
-        f"| | | {' | '.join(in_markdown(head(column)) for column in sheet.columns)} |",
-        f"|---|---|{'---:|' * len(sheet.columns)}",
+        f"| | | {' | '.join(in_markdown(head(column)) for column in table.columns)} |",
+        f"|---|---|{'---:|' * len(table.columns)}",
     ]
-    for name, pairs in sheet.rows.items():
-        texts = zip(*(pairs[column].texts for column in sheet.columns), strict=True)
+    for name, pairs in table.rows.items():
+        texts = zip(*(pairs[column].texts for column in table.columns), strict=True)
         for kind, numbers in zip(LINES, texts, strict=True):
             first = in_markdown(name) if kind == LINES[0] else ""
             lines.append(f"| {first} | {kind} | {' | '.join(numbers)} |")
-    return "\n".join([*lines, "", *(f"- {in_markdown(note)}" for note in sheet.notes), ""])
+    return "\n".join([*lines, "", *(f"- {in_markdown(note)}" for note in table.notes), ""])
 
 
-def comma(sheet: Sheet) -> str:
+def as_csv(table: SideBySide) -> str:
     """One line a number, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["row", "column", "paper", "ours", "difference"])
-    for name, pairs in sheet.rows.items():
-        for column in sheet.columns:
+    for name, pairs in table.rows.items():
+        for column in table.columns:
             pair = pairs[column]
             writer.writerow([name, column, pair.paper, pair.ours, pair.difference])
     return out.getvalue()
 
 
-FORMATS: dict[str, Callable[[Sheet], str]] = {"md": markdown, "csv": comma}
+FORMATS: dict[str, Callable[[SideBySide], str]] = {"md": markdown, "csv": as_csv}
 
 
 def _text(value: float | None, form: str) -> str:

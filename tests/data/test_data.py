@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 import fata
 from fata import zoo
-from fata.cli import app
+from fata.commands.app import app
 from fata.corruptions import EXTRA, NAMES, weather
 from fata.data import DataError, Domain, cifar
-from fata.data.dataset import Files
+from fata.data.dataset import ImageFiles
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -32,7 +32,7 @@ CLEAN = Domain("clean")
 
 
 def pixels(seed, height=40, width=48):
-    """A picture without structure: any other crop, scale or order shows."""
+    """An image without structure: any other crop, scale or order shows."""
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
 
 
@@ -79,7 +79,7 @@ def refused(*parts, spec, **options):
         ("folder:no/such", {}, ["there is no folder 'no/such'"]),
         ("imagenet-c:x", {"jpeg": True}, ["jpeg", "imagenet-c"]),
         ("cifar10-c:x", {"jpeg": True}, ["jpeg", "cifar10-c"]),
-        ("imagenet:x", {"download": True}, ["download", "by hand", "docs/data.md"]),
+        ("imagenet:x", {"download": True}, ["download", "cannot be downloaded", "docs/data.md"]),
     ],
 )
 def test_specs_that_cannot_be(spec, options, parts):
@@ -156,7 +156,7 @@ def test_imagenet_c_is_listed_domain_by_domain(imagenet_c):
         file.unlink()
     data = fata.data.open(f"imagenet-c:{imagenet_c}")
     assert len(data.of(Domain("gaussian_noise", 5)).labels) == 3
-    with pytest.raises(DataError, match=re.escape(f"{place / BANANA} has no picture")):
+    with pytest.raises(DataError, match=re.escape(f"{place / BANANA} has no image")):
         data.of(Domain("gaussian_noise", 3))
 
 
@@ -177,7 +177,7 @@ def test_imagenet(tmp_path, inside):
     images = data.of(Domain("fog", 3))
     assert images.labels.tolist() == [0, 0, 1, 1, 954, 954]
     assert images.read(0).shape == (3, 32, 32)
-    assert data.of(CLEAN) is images  # all corruptions are of the same pictures
+    assert data.of(CLEAN) is images  # all corruptions are of the same images
     assert fata.data.open(f"imagenet:{tmp_path}").of(CLEAN).read(0).shape == (3, 224, 224)
 
 
@@ -500,7 +500,7 @@ def test_classes_named_by_numbers_are_labels(tmp_path):
     data = fata.data.open(f"folder:{classes(tmp_path, '0010', '0002', images=1)}", fit=model(12))
     assert data.of(CLEAN).labels.tolist() == [2, 10]
     assert len(data.classes) == 11
-    refused("11 classes", "net tells 10", spec=f"folder:{tmp_path}", fit=model(10))
+    refused("11 classes", "net has 10", spec=f"folder:{tmp_path}", fit=model(10))
     classes(tmp_path, "20261115")
     refused(tmp_path / "20261115", "taken for labels", spec=f"folder:{tmp_path}")
 
@@ -509,7 +509,7 @@ def test_wrong_folders(tmp_path):
     refused(tmp_path, "has no folders: expected one a class", spec=f"folder:{tmp_path}")
     classes(tmp_path / "mine", "a", "b")
     (tmp_path / "mine" / "empty").mkdir()
-    refused(tmp_path / "mine" / "empty", "no picture", ".jpg", spec=f"folder:{tmp_path / 'mine'}")
+    refused(tmp_path / "mine" / "empty", "no image", ".jpg", spec=f"folder:{tmp_path / 'mine'}")
     classes(tmp_path / "both", "a")
     classes(tmp_path / "both" / "domain", "a")
     refused(
@@ -523,7 +523,7 @@ def test_wrong_folders(tmp_path):
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     classes(tmp_path, "a")
     (tmp_path / "loop").symlink_to("loop")
-    refused("cannot look into", tmp_path, spec=f"folder:{tmp_path}")
+    refused("cannot list", tmp_path, spec=f"folder:{tmp_path}")
 
 
 def test_only_pictures_count(tmp_path):
@@ -564,7 +564,7 @@ def test_the_order_and_the_pixels_are_those_of_torchvision(tmp_path):
 
 def stored(tmp_path, image, **options):
     image.save(tmp_path / "one.png", **options)
-    return Files(tmp_path, ["one.png"], torch.tensor([0]), lambda picture: picture).read(0)
+    return ImageFiles(tmp_path, ["one.png"], torch.tensor([0]), lambda picture: picture).read(0)
 
 
 def test_sixteen_bit_grey_is_scaled(tmp_path):
@@ -588,20 +588,20 @@ def test_the_model_decides_the_view(tmp_path):
     for use in (SMALL, Preprocess(20, 16, "bicubic", IMAGENET_MEAN, IMAGENET_STD, squash=True)):
         data = fata.data.open(f"folder:{tmp_path}", fit=model(1, use))
         with Image.open(file) as image:
-            assert torch.equal(data.of(CLEAN).read(0).float() / 255, use.picture(image))
+            assert torch.equal(data.of(CLEAN).read(0).float() / 255, use.pixels(image))
 
 
 def test_labels_must_fit_the_model(tmp_path):
     spec = f"folder:{classes(tmp_path, 'cat', 'dog')}"
-    refused("has 2 classes, but net tells 3 apart", spec, spec=spec, fit=model(3))
-    refused("has 2 classes, but net tells 1 apart", spec, spec=spec, fit=model(1))
+    refused("has 2 classes, but net has 3", spec, spec=spec, fit=model(3))
+    refused("has 2 classes, but net has 1", spec, spec=spec, fit=model(1))
     refused("in another order", spec, spec=spec, fit=model(2, labels=["dog", "cat"]))
     assert fata.data.open(spec, fit=model(2, labels=["cat", "dog"])).classes == ("cat", "dog")
 
 
 def test_small_pictures_need_a_model_for_them():
     large = Preprocess(256, 224, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
-    refused("pictures of 32 pixels, but net takes 224", spec="embedded", fit=model(10, large))
+    refused("images of 32 pixels, but net takes 224", spec="embedded", fit=model(10, large))
     assert fata.data.open("embedded", fit=zoo.load("mini_resnet_gn")).classes == cifar.CLASSES
 
 
@@ -644,7 +644,7 @@ def test_provenance_asks_no_file(imagenet_c):
 
 def test_the_snippets_of_the_docs_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    text = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for code in snippets:
         exec(compile(code, "docs/data.md", "exec"), {})
@@ -682,13 +682,13 @@ def test_the_command_on_made_corruptions():
 def test_the_command_says_what_it_passes_over(tmp_path):
     """Beside the class folders and in them; hidden files are not worth a word."""
     classes(tmp_path, "a", "b")
-    assert "passed over" not in call(f"folder:{tmp_path}")[1]
+    assert "ignored" not in call(f"folder:{tmp_path}")[1]
     for name in ("b/notes.txt", "b/.DS_Store", "a/photo.heic", "stray.png"):
         (tmp_path / name).touch()
     picture(tmp_path / "b" / "deeper" / "0.png")
     code, said = call(f"folder:{tmp_path}")
     assert code == 0
-    assert f"4 other files or folders passed over, first {tmp_path / 'a' / 'photo.heic'}" in said
+    assert f"4 other files or folders ignored, first {tmp_path / 'a' / 'photo.heic'}" in said
 
 
 def test_the_command_finds_damaged_pictures(tmp_path):
@@ -711,8 +711,8 @@ def test_the_command_finds_damaged_pictures(tmp_path):
     [
         (["cifar11:x"], "unknown data 'cifar11:x'"),
         (["folder:no/such"], "there is no folder"),
-        (["embedded", "--download"], "by hand"),
-        (["embedded", "--skip-damaged"], "goes with --check"),
+        (["embedded", "--download"], "cannot be downloaded"),
+        (["embedded", "--skip-damaged"], "needs --check"),
         (["embedded", "--model", "mini"], "unknown model 'mini'"),
     ],
 )
@@ -726,4 +726,4 @@ def test_the_command_refuses_a_model_that_does_not_fit(tmp_path):
     classes(tmp_path, "a", "b")
     code, said = call(f"folder:{tmp_path}", "--model", "mini_vit")
     assert code == 2
-    assert "has 2 classes, but mini_vit tells 10 apart" in said
+    assert "has 2 classes, but mini_vit has 10" in said

@@ -1,7 +1,7 @@
-"""Memory that worker processes decode into, and that a GPU copies from as it is.
+"""Memory that worker processes decode into, and that a GPU copies from directly.
 
-Sent the usual way, a batch is written to shared memory by its worker, then mapped, copied and
-pinned by the process that serves: for that one alone more work than decoding is for many workers.
+A DataLoader's worker writes a batch to shared memory; the main process maps, copies and pins it.
+That is more work for one process than decoding is for many workers.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 
-class Slots:
-    """Room for some batches, which processes that begin as copies of this one share with it.
+class SharedBatches:
+    """A ring of batches in memory that forked processes share with this one.
 
     Args:
-        count: so many batches.
-        shape: of one, (rows, 3, H, W), bytes.
+        count: number of batches.
+        shape: of a batch, (rows, 3, H, W), bytes.
     """
 
     def __init__(self, count: int, shape: tuple[int, ...]) -> None:
@@ -33,29 +33,29 @@ class Slots:
         self._copied: list[torch.cuda.Event | None] = [None] * count
 
     def free(self) -> Iterator[int]:
-        """Numbers of slots, in turn: a batch that was there has been copied by then."""
+        """Numbers of slots, in turn, once the batch in the slot has been copied."""
         for number in cycle(range(len(self.pixels))):
             if event := self._copied[number]:
                 event.synchronize()
             yield number
 
     def copied(self, number: int, rows: int, device: torch.device) -> Tensor:
-        """The first rows of a slot, on the device; a GPU copies beside its other work."""
+        """The first rows of a slot, on the device; a GPU copies on a stream of its own."""
         pixels = self.pixels[number, :rows]
         if device.type != "cuda":
             return pixels.to(device, copy=True)
         place = torch.cuda.current_device() if device.index is None else device.index
-        beside, now = _beside(place), torch.cuda.current_stream(place)
-        with torch.cuda.stream(beside):
+        copies, now = _copy_stream(place), torch.cuda.current_stream(place)
+        with torch.cuda.stream(copies):
             copy = pixels.to(device, non_blocking=True)
-        now.wait_stream(beside)
+        now.wait_stream(copies)
         copy.record_stream(now)
-        self._copied[number] = now.record_event()  # so the process is but some slots ahead of it
+        self._copied[number] = now.record_event()  # the process stays only some slots ahead
         return copy
 
     @contextmanager
     def pinned(self, device: torch.device) -> Iterator[None]:
-        """A GPU may copy from it by itself inside the context, where the system lets it."""
+        """Page-lock the memory inside the context, if the system permits."""
         if device.type != "cuda" or not self._pin(device):
             yield
             return
@@ -71,16 +71,19 @@ class Slots:
         try:
             torch.cuda.check_error(_runtime().cudaHostRegister(at, size, 1))
         except RuntimeError as error:
-            warnings.warn(f"pictures go to the GPU from memory not pinned: {error}", stacklevel=2)
+            warnings.warn(
+                f"copying images from memory that is not pinned: {error}",
+                stacklevel=2,
+            )
             with suppress(RuntimeError):
-                torch.zeros((), device=device)  # else the next kernel would report this error
+                torch.zeros((), device=device)  # otherwise the next kernel would report this error
             return False
         return True
 
 
 @cache
-def _beside(place: int) -> torch.cuda.Stream:
-    """A stream of a GPU for copies."""
+def _copy_stream(place: int) -> torch.cuda.Stream:
+    """A CUDA stream for copies."""
     return torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
 
 

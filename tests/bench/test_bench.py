@@ -24,9 +24,9 @@ from fata.bench.cost import passes
 from fata.bench.grid import Grid, GridError, read
 from fata.bench.run.local import missing, run
 from fata.bench.run.measure import _columns
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Store, StoreError
-from fata.cli import app
+from fata.commands.app import app
 
 FACTS = {"model": "m", "scenario": {"name": "normal"}, "method": "tent"}
 SMALL = {"domains": ("contrast", "fog"), "images": 24, "batch_size": 8}
@@ -53,8 +53,8 @@ class Notes:
 
 
 @pytest.fixture(scope="module")
-def workshop():
-    return Workshop()
+def runner():
+    return CellRunner()
 
 
 def cells_of(**fields):
@@ -211,7 +211,7 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path, text, why):
 # -- cells --------------------------------------------------------------------------------------
 
 
-def test_a_cells_key_is_its_protocols(workshop):
+def test_a_cells_key_is_its_protocols(runner):
     cell = Cell("mini_resnet_bn", "embedded", "normal", ("fog",), 5, "tent", 0, images=24)
     others = [
         dataclasses.replace(cell, **change)
@@ -226,34 +226,34 @@ def test_a_cells_key_is_its_protocols(workshop):
             {"method": "tent+fata"},
         )
     ]
-    keys = [key(workshop.protocol(one)) for one in (cell, *others)]
+    keys = [key(runner.protocol(one)) for one in (cell, *others)]
     assert len(set(keys)) == len(keys)
-    assert key(Workshop().protocol(cell)) == keys[0]
+    assert key(CellRunner().protocol(cell)) == keys[0]
 
 
-def test_a_protocol_names_the_settings_that_the_model_brings(workshop):
+def test_a_protocol_names_the_settings_that_the_model_brings(runner):
     cell = Cell("mini_resnet_bn", "embedded", "normal", ("fog",), 5, "tent+fata", 0)
-    protocol = workshop.protocol(cell)
+    protocol = runner.protocol(cell)
     assert protocol["lr"] == fata.zoo.load("mini_resnet_bn").settings("tent+fata")["lr"]
     assert protocol["plus"]["sigma"] == 1.0
     json.dumps(protocol)
 
 
-def test_small_batches_take_the_models_rate_in_proportion(workshop):
+def test_small_batches_take_the_models_rate_in_proportion(runner):
     """Unless the cell says a rate of its own."""
     cell = Cell("mini_resnet_bn", "embedded", "bs1", ("fog",), 5, "tent+fata", 0)
     rate = fata.zoo.load("mini_resnet_bn").settings("tent+fata")["lr"]
-    assert workshop.protocol(cell)["lr"] == rate / 64
+    assert runner.protocol(cell)["lr"] == rate / 64
     for size, share in ((32, 0.5), (64, 1), (256, 1)):
         sized = dataclasses.replace(cell, scenario="normal", batch_size=size)
-        assert workshop.protocol(sized)["lr"] == rate * share
+        assert runner.protocol(sized)["lr"] == rate * share
     own = dataclasses.replace(cell, fields={"lr": 0.25})
-    assert workshop.protocol(own)["lr"] == 0.25
+    assert runner.protocol(own)["lr"] == 0.25
 
 
-def test_a_cells_accuracy_is_that_of_the_plain_loop(workshop):
+def test_a_cells_accuracy_is_that_of_the_plain_loop(runner):
     cell = Cell("mini_resnet_bn", "embedded", "normal", ("contrast",), 5, "tent+fata", 3, 16, 48)
-    result = workshop.run(cell, lambda seen, accuracy: None)
+    result = runner.run(cell, lambda seen, accuracy: None)
     loaded = fata.zoo.load("mini_resnet_bn")
     stream = fata.stream(
         fata.data.open("embedded"), domains=["contrast"], batch_size=16, images=48, seed=3
@@ -363,27 +363,27 @@ def test_a_curve_covers_the_stream_in_a_hundred_points():
 # -- runs ---------------------------------------------------------------------------------------
 
 
-def test_a_stopped_run_goes_on_where_it_was(tmp_path, workshop):
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, runner):
     cells = cells_of()
     whole, halves = Store(tmp_path / "whole.db"), Store(tmp_path / "halves.db")
-    run(missing(cells, whole, workshop, False), whole, workshop, Notes())
+    run(missing(cells, whole, runner, False), whole, runner, Notes())
     with pytest.raises(KeyboardInterrupt):
-        run(missing(cells, halves, workshop, False), halves, workshop, Notes(stop_after=2))
+        run(missing(cells, halves, runner, False), halves, runner, Notes(stop_after=2))
     assert len(halves) == 2
     rest = Notes()
-    run(missing(cells, halves, workshop, False), halves, workshop, rest)
+    run(missing(cells, halves, runner, False), halves, runner, rest)
     assert len(rest.ended) == len(cells) - 2
     assert lasting(halves) == lasting(whole)
-    assert missing(cells, whole, workshop, False) == []
-    assert len(missing(cells, whole, workshop, True)) == len(cells)
+    assert missing(cells, whole, runner, False) == []
+    assert len(missing(cells, whole, runner, True)) == len(cells)
 
 
-def test_processes_give_what_one_gives(tmp_path, workshop):
+def test_processes_give_what_one_gives(tmp_path, runner):
     cells = cells_of()
     one, two = Store(tmp_path / "one.db"), Store(tmp_path / "two.db")
-    run(missing(cells, one, workshop, False), one, workshop, Notes())
+    run(missing(cells, one, runner, False), one, runner, Notes())
     notes = Notes()
-    run(missing(cells, two, workshop, False), two, workshop, notes, jobs=2)
+    run(missing(cells, two, runner, False), two, runner, notes, jobs=2)
     assert len(notes.ended) == len(cells)
     figures = [  # the tests' own kernels are not those of a new process: no equality of bits
         {name: (r["accuracy"], r["counts"]) for name, r in lasting(store).items()}
@@ -399,49 +399,49 @@ def test_fast_cells_alike_share_an_adapter_and_what_it_recorded(monkeypatch):
             "mini_resnet_gn", "embedded", "normal", at, 5, method, seed, 16, 48, speed=speed
         )
 
-    def told(workshop, cells):
-        results = [workshop.run(one, lambda *_: None) for one in cells]
+    def told(runner, cells):
+        results = [runner.run(one, lambda *_: None) for one in cells]
         return [(r["accuracy"], r["counts"], r["classes"]) for r in results]
 
     made, real = [], Cell.adapter
     monkeypatch.setattr(Cell, "adapter", lambda *a, **k: made.append(a[0]) or real(*a, **k))
-    alone = [told(Workshop(), [one])[0] for one in (cell(0), cell(1), cell(1))]
+    alone = [told(CellRunner(), [one])[0] for one in (cell(0), cell(1), cell(1))]
     made.clear()
-    workshop = Workshop()
-    assert told(workshop, [cell(0), cell(1), cell(1)]) == alone
+    runner = CellRunner()
+    assert told(runner, [cell(0), cell(1), cell(1)]) == alone
     assert len(made) == 1
-    told(workshop, [cell(0, "exact"), cell(0, method="tent"), cell(0, method="tent")])
+    told(runner, [cell(0, "exact"), cell(0, method="tent"), cell(0, method="tent")])
     assert len(made) == 3
 
 
 def test_operations_are_counted_once_for_what_takes_as_many(monkeypatch):
-    workshop, counted, real = Workshop(), [], passes
+    runner, counted, real = CellRunner(), [], passes
     monkeypatch.setattr("fata.bench.run.runner.passes", lambda *g: counted.append(1) or real(*g))
     times = []
     hosts = ("deyo", "tent", "deyo+fata", "sar+fata")
     for method in (*hosts, "norm", "eata:fisher_alpha=0", "source"):
         (cell,) = cells_of(methods=(method,), domains=("fog",))
-        own = Workshop().run(cell, lambda *_: None)["macs"]
+        own = CellRunner().run(cell, lambda *_: None)["macs"]
         counted.clear()
-        assert workshop.run(cell, lambda *_: None)["macs"] == own
+        assert runner.run(cell, lambda *_: None)["macs"] == own
         times.append(len(counted))
     # three hosts learn the same layers, FATA has a tail; norm and source learn none, EATA more
     assert times == [1, 0, 1, 0, 1, 1, 0]
 
 
-def test_progress_tells_how_many_were_right_so_far(workshop, monkeypatch):
+def test_progress_tells_how_many_were_right_so_far(runner, monkeypatch):
     """Of half a second ago, so that nobody waits for the device."""
     clock = iter(range(100))
     monkeypatch.setattr("fata.bench.run.measure.time.perf_counter", lambda: next(clock))
     (cell,) = cells_of(methods=("norm",), domains=("fog",), images=64)
     told = []
-    result = workshop.run(cell, lambda *now: told.append(now))
+    result = runner.run(cell, lambda *now: told.append(now))
     assert [seen for seen, _ in told] == list(range(8, 64, 8))
     assert result["accuracy"] - 100 / 8 <= 100 * told[-1][1] * 56 / 64 <= result["accuracy"]
 
 
-def test_a_workshop_sent_to_a_process_sets_the_precision_there():
-    sent = pickle.dumps(Workshop("cuda"))
+def test_a_runner_sent_to_a_process_sets_the_precision_there():
+    sent = pickle.dumps(CellRunner("cuda"))
     torch.set_float32_matmul_precision("highest")
     try:
         pickle.loads(sent)
@@ -450,17 +450,17 @@ def test_a_workshop_sent_to_a_process_sets_the_precision_there():
         torch.set_float32_matmul_precision("highest")
 
 
-def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, workshop, monkeypatch):
+def test_a_cell_that_fails_does_not_stop_the_others(tmp_path, runner, monkeypatch):
     cells = cells_of()
-    store, notes, real = Store(tmp_path / "r.db"), Notes(), Workshop.run
+    store, notes, real = Store(tmp_path / "r.db"), Notes(), CellRunner.run
 
     def fragile(self, cell, tick, following):
         if cell.method == "tent":
             raise RuntimeError("no memory")
         return real(self, cell, tick, following)
 
-    monkeypatch.setattr(Workshop, "run", fragile)
-    run(missing(cells, store, workshop, False), store, workshop, notes)
+    monkeypatch.setattr(CellRunner, "run", fragile)
+    run(missing(cells, store, runner, False), store, runner, notes)
     assert {cell.method for cell in notes.ended} == {"norm"}
     assert [why for _, why in notes.failures] == ["RuntimeError: no memory"] * 2
 
@@ -520,7 +520,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path, how, code):
         running.send_signal(how)
         said, _ = running.communicate(timeout=120)
         assert running.returncode == code
-        assert ("the same command goes on" in said) == (how == signal.SIGTERM)
+        assert ("the same command continues" in said) == (how == signal.SIGTERM)
         deadline = time.monotonic() + 120
         while any(map(lives, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -586,13 +586,13 @@ def test_the_command_runs_shows_and_resumes(tmp_path):
     [("frost", False, True), ("frost", True, False), ("fog", False, False)],
 )
 def test_frost_that_is_grown_is_told(tmp_path, monkeypatch, domain, pictures, said):
-    """Figures with it are others than those with pictures."""
+    """Figures with it are others than those with images."""
     if not pictures:
         monkeypatch.setattr("fata.corruptions.weather._frost_folder", lambda: None)
     arguments = ("--model", "mini_resnet_bn", "--methods", "source", "--domains", domain)
     result = bench(*arguments, "--images", 8, "--store", tmp_path / "r.db", "--dry-run")
     assert result.exit_code == 0, result.output
-    assert ("frost is grown" in result.output) == said
+    assert ("frost is procedural" in result.output) == said
 
 
 @pytest.mark.parametrize(
@@ -616,7 +616,7 @@ def test_wrong_input_is_told_with_exit_code_2(tmp_path, monkeypatch, arguments, 
 
 def test_each_set_of_parameters_has_its_own_fisher(monkeypatch):
     monkeypatch.setattr("fata.bench.run.runner.FISHER_IMAGES", 8)
-    workshop = Workshop()
+    runner = CellRunner()
     for fields in ({}, {"params": "norm-truncated"}):
         cell = Cell("mini_resnet_bn", "embedded", "normal", ("fog",), 5, "eata", 0, 4, 4, fields)
-        assert workshop.run(cell, lambda *_: None)["counts"]["seen"] == 4
+        assert runner.run(cell, lambda *_: None)["counts"]["seen"] == 4

@@ -12,7 +12,7 @@ from PIL import Image
 
 import fata
 from fata.corruptions import BY_NAME, EXTRA, NAMES, digital, filters, weather
-from fata.corruptions.draws import Draws
+from fata.corruptions.rng import ImageRng
 from fata.corruptions.tables import CONSTANTS, constants
 from reference_corruptions import reference_corrupt
 
@@ -116,8 +116,8 @@ def assert_alike(ours, theirs, mean, deviation, rings):
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random_ones_change_images_as_the_reference_does(name, side):
-    *tolerances, draws = RANDOM[name]
-    photographs = np.concatenate([pictures(side)] * (draws if side == 224 else 30))
+    *tolerances, repeats = RANDOM[name]
+    photographs = np.concatenate([pictures(side)] * (repeats if side == 224 else 30))
     images = tensor(photographs)
     for severity in range(1, 6):
         ours = fata.corrupt(images, name, severity) - images
@@ -127,16 +127,16 @@ def test_random_ones_change_images_as_the_reference_does(name, side):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_frost_changes_images_as_the_reference_does(monkeypatch, side):
-    """Each picture as often: which one is laid over an image decides most."""
+    """Each image as often: which one is laid over an image decides most."""
     photographs = np.concatenate([pictures(side)] * 4)
     images = tensor(photographs)
     folder, randint = weather._frost_folder(), np.random.randint
-    laid = weather.frost_pictures(folder, side, side, "cpu")
+    laid = weather.frost_textures(folder, side, side, "cpu")
     for severity in range(1, 6):
         ours, theirs = [], []
         for k, picture in enumerate(laid):
             with monkeypatch.context() as patch:
-                patch.setattr(weather, "frost_pictures", lambda *size, p=picture: [p])
+                patch.setattr(weather, "frost_textures", lambda *size, p=picture: [p])
                 patch.setattr(
                     np.random, "randint", lambda *ends, k=k: randint(*ends) if ends[1:] else k
                 )
@@ -149,7 +149,7 @@ def test_frost_changes_images_as_the_reference_does(monkeypatch, side):
 def test_spatter_of_the_same_noise_is_the_references(monkeypatch, side):
     photographs = pictures(side)
     noise = torch.randn(side, side, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(Draws, "normal", lambda self, *shape: noise.expand(1, 1, -1, -1))
+    monkeypatch.setattr(ImageRng, "normal", lambda self, *shape: noise.expand(1, 1, -1, -1))
     monkeypatch.setattr(np.random, "normal", lambda size, loc, scale: loc + scale * noise.numpy())
     for severity in range(1, 6):
         ours = as_bytes(fata.corrupt(tensor(photographs), "spatter", severity))
@@ -226,7 +226,7 @@ def test_the_released_files_jpeg_round_trip(photographs):
 
 @contextmanager
 def without_the_package():
-    """As if the pictures of frost were not installed."""
+    """As if the images of frost were not installed."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(weather, "find_spec", lambda name: None)
         patch.setattr(weather, "_frost_folder", weather._frost_folder.__wrapped__)
@@ -255,8 +255,8 @@ def test_grown_frost_is_as_strong_as_the_pictures(side):
 
 
 def test_draws_are_uniform_normal_and_apart():
-    draws = Draws.of(0, range(4), "test", 1, torch.device("cpu"))
-    uniform, normal = draws.uniform(-1, 3, 40_000), draws.normal(40_001)
+    rng = ImageRng.of(0, range(4), "test", 1, torch.device("cpu"))
+    uniform, normal = rng.uniform(-1, 3, 40_000), rng.normal(40_001)
     assert uniform.min() >= -1
     assert uniform.max() < 3
     assert uniform.mean().item() == pytest.approx(1, abs=0.02)
@@ -265,7 +265,7 @@ def test_draws_are_uniform_normal_and_apart():
     assert normal.pow(4).mean().item() == pytest.approx(3, abs=0.1)
     correlation = torch.corrcoef(torch.cat((uniform, normal[:, :40_000])))
     assert (correlation - torch.eye(8)).abs().max() < 0.02
-    whole = draws.integer(-2, 2, 10_000)
+    whole = rng.integer(-2, 2, 10_000)
     assert sorted(whole.unique().tolist()) == [-2, -1, 0, 1]
 
 

@@ -17,7 +17,7 @@ _GAIN = "gain"
 
 def show(comparison: Comparison) -> None:
     """The best of a column is green, a gain of FATA green or red, a collapse marked."""
-    say(f"{comparison.title}: accuracy in %; † one class took over")
+    say(f"{comparison.title}: accuracy in %; † collapsed onto one class")
     for columns in _fitting(comparison):
         console.print(_table(comparison, columns))
     for note in comparison.notes:
@@ -53,7 +53,7 @@ def _plain(line: Line, column: str) -> str:
 
 
 def _fitting(comparison: Comparison) -> Iterator[list[str]]:
-    """The columns in portions that the terminal is wide enough for."""
+    """The columns, split to the width of the terminal."""
     border, names = 3, [len(line.method) for line in comparison.lines]
     room = console.width - max(names) - border - 1
     some: list[str] = []

@@ -296,7 +296,7 @@ def test_a_folder_of_hugging_face(folder):
     assert loaded.classes == 7
     assert loaded.preprocess == Preprocess(32, 32, "bilinear", HALF, HALF, squash=True)
     assert all(p.dtype == torch.float32 for p in loaded.model.parameters())
-    pixels = loaded.preprocess.picture(picture(70, 49))
+    pixels = loaded.preprocess.pixels(picture(70, 49))
     assert fata.adapt(loaded.model, "tent")(loaded.preprocess.normalise(pixels[None])).shape == (
         1,
         7,
@@ -331,12 +331,10 @@ def test_pictures_are_those_of_the_libraries(shape):
         cfg = timm.get_pretrained_cfg(name).to_dict()
         theirs = timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=cfg))
         ours = sources.Timm(name).preprocess
-        assert torch.equal(ours.normalise(ours.picture(image)[None])[0], theirs(image)), name
+        assert torch.equal(ours.normalise(ours.pixels(image)[None])[0], theirs(image)), name
     for weights in WEIGHTS:
         ours = sources.Torchvision(f"resnet50.{weights.name}").preprocess
-        assert torch.equal(
-            ours.normalise(ours.picture(image)[None])[0], weights.transforms()(image)
-        )
+        assert torch.equal(ours.normalise(ours.pixels(image)[None])[0], weights.transforms()(image))
 
 
 def test_a_crop_leaves_the_scale_alone():
@@ -354,8 +352,8 @@ def test_a_squash_keeps_the_whole_picture():
     image = Image.new("RGB", (100, 50), "black")
     image.paste("white", (0, 0, 5, 50))
     use = Preprocess(40, 40, "nearest", HALF, HALF, squash=True)
-    assert torch.equal(use.picture(image)[:, :, :2], torch.ones(3, 40, 2))
-    assert use.picture(image)[:, :, 2:].sum() == 0
+    assert torch.equal(use.pixels(image)[:, :, :2], torch.ones(3, 40, 2))
+    assert use.pixels(image)[:, :, 2:].sum() == 0
 
 
 @pytest.mark.parametrize(

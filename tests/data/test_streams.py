@@ -24,7 +24,7 @@ from fata.corruptions import NAMES
 from fata.data import DataError, Domain, serve
 from fata.data.label_shift import label_shift
 from fata.data.scenarios import SCENARIOS
-from fata.data.slots import Slots
+from fata.data.shared_batches import SharedBatches
 
 EMBEDDED = fata.data.open("embedded")
 LABELS = EMBEDDED.of(Domain("clean")).labels
@@ -298,7 +298,7 @@ def test_replay_of_something_else(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """Two domains of two classes of three pictures, each of one brightness."""
+    """Two domains of two classes of three images, each of one brightness."""
     for number, place in enumerate(d + c for d in ("a/", "b/") for c in ("cat", "dog")):
         (tmp_path / "data" / place).mkdir(parents=True)
         for image in range(3):
@@ -389,7 +389,7 @@ def test_mixed_corrupts_each_row_by_its_own_domain():
 def test_what_a_worker_is_given_survives_a_new_process(pictures):
     """Where processes do not start as copies, it travels pickled."""
     data = fata.data.open(f"folder:{pictures}")
-    reader = serve._Pictures([data.of(domain) for domain in data.domains], None, 4)
+    reader = serve._Batches([data.of(domain) for domain in data.domains], None, 4)
     task = None, [(0, 1), (1, 2)]
     here, there = (one[task][0] for one in (reader, pickle.loads(pickle.dumps(reader))))
     assert torch.equal(here, there)
@@ -426,7 +426,7 @@ def test_a_batch_stays_as_it_was_when_others_follow(pictures):
 
 
 def test_pictures_that_fit_in_no_slot_come_all_the_same(tmp_path):
-    """As where domains differ in size, or the first batch has fewer pictures than others."""
+    """As where domains differ in size, or the first batch has fewer images than others."""
     for domain, side in (("small", 8), ("large", 16)):
         for name in ("cat", "dog"):
             folder = tmp_path / domain / name
@@ -453,8 +453,8 @@ def test_what_cannot_be_pinned_is_copied_all_the_same(monkeypatch):
         raise RuntimeError("out of memory")
 
     runtime = SimpleNamespace(cudaHostRegister=refuse, cudaHostUnregister=pytest.fail)
-    monkeypatch.setattr("fata.data.slots._runtime", lambda: runtime)
-    slots = Slots(1, (2, 3, 4, 4))
+    monkeypatch.setattr("fata.data.shared_batches._runtime", lambda: runtime)
+    slots = SharedBatches(1, (2, 3, 4, 4))
     slots.pixels.fill_(7)
     warns = pytest.warns(UserWarning, match="not pinned: out of memory")
     with warns, slots.pinned(torch.device("cuda")):
@@ -470,7 +470,7 @@ def test_no_batches_give_none(pictures, workers):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: nothing is pinned")
 def test_a_gpu_copies_from_where_workers_decode():
-    slots, device = Slots(2, (2, 3, 4, 4)), torch.device("cuda")
+    slots, device = SharedBatches(2, (2, 3, 4, 4)), torch.device("cuda")
     slots.pixels.fill_(7)
     assert not slots.pixels.is_pinned()
     with slots.pinned(device):
@@ -497,7 +497,7 @@ def test_workers_below_zero():
         of().serve(workers=-1)
 
 
-# --- damaged pictures ----------------------------------------------------------------------------
+# --- damaged images ----------------------------------------------------------------------------
 
 
 def cut(file):
@@ -531,7 +531,7 @@ def test_a_damaged_picture_is_named(pictures, damage, workers):
     file = pictures / "b" / "cat" / "1.png"
     damage(file)
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), "continual", batch_size=4)
-    message = re.escape(f"damaged picture {file} (") + r".*--skip-damaged"
+    message = re.escape(f"damaged image {file} (") + r".*--skip-damaged"
     with pytest.raises(DataError, match=message):
         list(stream.serve(workers=workers))
     batches = list(stream.serve(workers=workers, skip_damaged=True))
@@ -581,7 +581,7 @@ def test_damaged_pictures_at_the_end_are_counted(pictures):
 def test_nothing_whole_is_an_error(pictures):
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), domains=["a"])
     names = broken(pictures, stream, 0, range(6))
-    with pytest.raises(DataError, match=f"every picture.*{re.escape(names[0])}"):
+    with pytest.raises(DataError, match=f"every image.*{re.escape(names[0])}"):
         list(stream.serve(skip_damaged=True))
 
 

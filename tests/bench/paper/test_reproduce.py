@@ -17,19 +17,19 @@ from fata.bench.grid import GridError
 from fata.bench.paper import plan as experiments_of
 from fata.bench.paper.experiments import experiments
 from fata.bench.paper.numbers import table
-from fata.bench.paper.plan import Given, experiment, plan
-from fata.bench.paper.results import hyperparameters, sheet
-from fata.bench.paper.sheets import Pair, Sheet
+from fata.bench.paper.plan import DataPaths, experiment, plan
+from fata.bench.paper.results import hyperparameters, side_by_side
+from fata.bench.paper.side_by_side import Pair, SideBySide
 from fata.bench.report.tables import SHORT
 from fata.bench.run.local import Estimate
-from fata.bench.run.runner import Workshop
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
-from fata.cli import app
 from fata.commands import console
-from fata.commands.sheets import show
+from fata.commands.app import app
+from fata.commands.show_side_by_side import show
 from fata.corruptions import NAMES as CORRUPTIONS
 from fata.data.folders import OFFICE_HOME
-from fata.training import _file_name
+from fata.training.outputs import file_name
 from fata.zoo import ZooError, mini, sources
 
 TABLES = [f"table{number}" for number in ("1a", "1b", "1c", "2a", "2b", *range(3, 8))]
@@ -98,14 +98,14 @@ def test_every_name_is_there_with_a_line(tmp_path):
 @pytest.mark.parametrize("name", RUN)
 def test_every_row_of_the_paper_is_run_at_a_layer_that_is_there(name):
     one = experiment(name)
-    made = plan(one, Given("embedded"), seeds=2, images=8)
+    made = plan(one, DataPaths("embedded"), seeds=2, images=8)
     parts = one.corruptions or ("fog", "contrast")
     expected = {(row, part, seed) for row in one.methods for part in parts for seed in (0, 1)}
-    assert {(slot.row, slot.part, slot.cell.seed) for slot in made.slots} == expected
-    assert len(made.slots) == len(expected)
+    assert {(slot.row, slot.part, slot.cell.seed) for slot in made.cells} == expected
+    assert len(made.cells) == len(expected)
     if name.startswith("table"):
         assert set(one.methods) >= set(one.numbers.rows)  # hidden ones too
-    for row, _, cell in made.slots:
+    for row, _, cell in made.cells:
         assert cell.method == row.partition(":")[0]
         assert cell.scenario == one.numbers.scenario
         layer = cell.fields.get("layer", "auto")
@@ -113,8 +113,8 @@ def test_every_row_of_the_paper_is_run_at_a_layer_that_is_there(name):
 
 
 def test_fields_of_a_row_go_over_the_models_own():
-    made = plan(experiment("table5"), Given("embedded"), images=8)
-    protocols = {slot.row: Workshop().protocol(slot.cell) for slot in made.slots}
+    made = plan(experiment("table5"), DataPaths("embedded"), images=8)
+    protocols = {slot.row: CellRunner().protocol(slot.cell) for slot in made.cells}
     assert protocols["deyo+fata:layer=maxpool"]["plus"]["layer"] == "bn1"
     own = fata.zoo.load("mini_resnet_gn").settings("deyo+fata")["lr"]
     assert {protocol["lr"] for row, protocol in protocols.items() if "deyo" in row} == {own}
@@ -125,7 +125,7 @@ def test_no_weight_moves_where_the_model_without_adaptation_is_meant(tmp_path):
         Cell("mini_resnet_bn", "embedded", "normal", ("contrast",), 5, method, 0, 32, 96, fields)
         for method, fields in (("norm", {}), ("sar", {"lr": 1e-30}))
     ]
-    norm, unmoved = (Workshop().run(cell, lambda *_: None) for cell in cells)
+    norm, unmoved = (CellRunner().run(cell, lambda *_: None) for cell in cells)
     assert unmoved["entropies"] == norm["entropies"]
     low = sum(sum(norm["entropies"][kind][:20]) for kind in ("right", "wrong"))  # H < 0.4 ln C
     assert sum(unmoved["classes"]["selected"]["sar"]) == low > 0
@@ -133,10 +133,11 @@ def test_no_weight_moves_where_the_model_without_adaptation_is_meant(tmp_path):
 
 def test_embedded_data_has_a_stand_in_for_each_network_and_says_so():
     for name, model in (("table1a", "bn"), ("table1b", "gn"), ("table1c", "vit")):
-        made = plan(experiment(name), Given("embedded"))
-        assert {slot.cell.model[-len(model) :] for slot in made.slots} == {model}
+        made = plan(experiment(name), DataPaths("embedded"))
+        assert {slot.cell.model[-len(model) :] for slot in made.cells} == {model}
         assert "no test of anything" in made.notes[0]
-    assert any("12 shifts" in note for note in plan(experiment("table4"), Given("embedded")).notes)
+    made = plan(experiment("table4"), DataPaths("embedded"))
+    assert any("12 shifts" in note for note in made.notes)
 
 
 # -- on the user's data -------------------------------------------------------------------------
@@ -144,11 +145,11 @@ def test_embedded_data_has_a_stand_in_for_each_network_and_says_so():
 
 def test_the_papers_vit_is_met_under_the_published_protocol(tmp_path, untrained):
     imagenet_c(tmp_path / "C")
-    made = plan(experiment("table1c"), Given(imagenet_c=tmp_path / "C"))
-    assert {slot.cell.model for slot in made.slots} == {"vit_base@sar"}
-    cell, workshop = made.slots[0].cell, Workshop()
-    own = workshop.protocol(dataclasses.replace(cell, model="vit_base"))
-    published = workshop.protocol(cell)
+    made = plan(experiment("table1c"), DataPaths(imagenet_c=tmp_path / "C"))
+    assert {slot.cell.model for slot in made.cells} == {"vit_base@sar"}
+    cell, runner = made.cells[0].cell, CellRunner()
+    own = runner.protocol(dataclasses.replace(cell, model="vit_base"))
+    published = runner.protocol(cell)
     assert own["preprocess"]["mean"] == (0.5, 0.5, 0.5)
     assert published["preprocess"]["mean"] == fata.zoo.IMAGENET_MEAN
     assert own["weights"] == published["weights"]
@@ -161,7 +162,7 @@ def test_the_papers_vit_is_met_under_the_published_protocol(tmp_path, untrained)
 )
 def test_a_wrong_protocol_is_refused(model, why):
     with pytest.raises(ZooError, match=re.escape(why)):
-        Workshop().model(model)
+        CellRunner().model(model)
 
 
 def test_clean_images_are_those_of_imagenet_where_it_is_given(tmp_path):
@@ -170,11 +171,11 @@ def test_clean_images_are_those_of_imagenet_where_it_is_given(tmp_path):
     place.mkdir(parents=True)
     Image.new("RGB", (300, 300)).save(place / "a.png")
     one = experiment("table1b")
-    both = plan(one, Given(imagenet_c=tmp_path / "C", imagenet=tmp_path / "val"))
-    assert {slot.cell.data for slot in both.slots} == {f"imagenet-c:{tmp_path / 'C'}"}
+    both = plan(one, DataPaths(imagenet_c=tmp_path / "C", imagenet=tmp_path / "val"))
+    assert {slot.cell.data for slot in both.cells} == {f"imagenet-c:{tmp_path / 'C'}"}
     assert both.fisher == f"imagenet:{tmp_path / 'val'}"
-    alone = plan(one, Given(imagenet=tmp_path / "val"))
-    assert {slot.cell.data for slot in alone.slots} == {f"imagenet:{tmp_path / 'val'}"}
+    alone = plan(one, DataPaths(imagenet=tmp_path / "val"))
+    assert {slot.cell.data for slot in alone.cells} == {f"imagenet:{tmp_path / 'val'}"}
     assert alone.jpeg
 
 
@@ -189,16 +190,16 @@ def office_home(folder):
 
 def test_shifts_go_from_each_source_model_to_the_other_domains(tmp_path):
     data = f"office-home:{office_home(tmp_path / 'O')}"
-    given = Given(office_home=tmp_path / "O", sources=tmp_path)
+    given = DataPaths(office_home=tmp_path / "O", sources=tmp_path)
     domains = dict.fromkeys(OFFICE_HOME.values())
-    files = {domain: tmp_path / _file_name("resnet50_gn", data, domain) for domain in domains}
+    files = {domain: tmp_path / file_name("resnet50_gn", data, domain) for domain in domains}
     for file in files.values():
         with pytest.raises(GridError, match=re.escape(file.name)):
             plan(experiment("tableA"), given)
         file.touch()
-    slots = plan(experiment("tableA"), given).slots
-    assert {slot.part for slot in slots} == set(table("tableA").columns) - {"average", "difference"}
-    for _, part, cell in slots:
+    cells = plan(experiment("tableA"), given).cells
+    assert {slot.part for slot in cells} == set(table("tableA").columns) - {"average", "difference"}
+    for _, part, cell in cells:
         source, _, target = part.partition(" to ")
         assert (cell.model, cell.domains) == (str(files[source]), (target,))
 
@@ -256,7 +257,7 @@ def test_a_wide_table_is_cut_into_what_fits_and_nothing_is_lost(monkeypatch, wid
     fallen = dict.fromkeys(CORRUPTIONS, Pair(50.0, 12.34, collapsed=True))
     rows = {"tent": fallen, "deyo+fata:loss=simple_ce (hidden)": fallen}
     with console.capture() as captured:
-        show(Sheet("wide", CORRUPTIONS, rows))
+        show(SideBySide("wide", CORRUPTIONS, rows))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= width
     assert all(shown.count(SHORT[name]) == 1 for name in CORRUPTIONS)
@@ -267,10 +268,10 @@ def test_a_wide_table_is_cut_into_what_fits_and_nothing_is_lost(monkeypatch, wid
 
 def test_table4_counts_macs_by_the_papers_rule(tmp_path):
     one = experiment("table4")
-    made = plan(one, Given("embedded"), images=8)
-    workshop = Workshop()
+    made = plan(one, DataPaths("embedded"), images=8)
+    runner = CellRunner()
     found = {row: {"fog": []} for row in one.methods}
-    rows = sheet(one, made, found, workshop).rows
+    rows = side_by_side(one, made, found, runner).rows
     network = fata.zoo.load("mini_resnet_gn").model
     for row in ("source", "sar+fata"):
         expected = cost(network, row, torch.rand(2, 3, 32, 32), 0.4).paper
@@ -288,7 +289,7 @@ def test_a_cell_that_failed_leaves_a_gap_and_no_average():
     found = {row: {"fog": [record(40.0)], "contrast": [record(60.0)]} for row in one.methods}
     found["eata"]["fog"] = []
     found["sar+fata"]["fog"] = [record(0.2, collapsed=True)]
-    rows = sheet(one, plan(one, Given("embedded")), found, Workshop()).rows
+    rows = side_by_side(one, plan(one, DataPaths("embedded")), found, CellRunner()).rows
     assert rows["eata"]["fog"].ours is rows["eata"]["average"].ours is None
     assert rows["eata+fata"]["difference"].ours is None
     assert rows["sar+fata"]["difference"].ours == pytest.approx((0.2 + 60) / 2 - 50)
@@ -306,7 +307,7 @@ def record(accuracy=50.0, collapsed=False, selected=(), **result):
 def test_figure_1_counts_rows_and_classes_under_the_threshold():
     one = experiment("fig1")
     found = {one.methods[0]: {"gaussian_noise": [record(selected=(5, 0, 6, 39))]}}
-    rows = sheet(one, plan(one, Given("embedded")), found, Workshop()).rows
+    rows = side_by_side(one, plan(one, DataPaths("embedded")), found, CellRunner()).rows
     values = {name: pairs["share"][:2] for name, pairs in rows.items()}
     assert values == {
         "rows selected": (11.85, 25.0),
@@ -319,7 +320,7 @@ def test_figure_1_counts_rows_and_classes_under_the_threshold():
 def test_figure_5_groups_classes():
     one = experiment("fig5")
     found = {row: {"gaussian_noise": [record(selected=(5, 10, 20, 21))]} for row in one.methods}
-    made = sheet(one, plan(one, Given("embedded")), found, Workshop())
+    made = side_by_side(one, plan(one, DataPaths("embedded")), found, CellRunner())
     assert made.columns == ("to 5", "to 10", "to 20", "more than 20")
     assert [pair.ours for pair in made.rows["sar+fata"].values()] == [25.0] * 4
     assert made.rows["sar:lr=1e-30"]["to 5"].paper == 64.0
@@ -329,7 +330,7 @@ def test_figure_a_follows_pseudo_labels_over_the_stream():
     one = experiment("figA")
     curve = {"accuracy": [*range(8)], "pseudo_labels": {"deyo": [0] * 8, "fata": [None, *range(7)]}}
     found = {"deyo+fata": {"fog": [record(curve=curve)]}}
-    rows = sheet(one, plan(one, Given("embedded")), found, Workshop()).rows
+    rows = side_by_side(one, plan(one, DataPaths("embedded")), found, CellRunner()).rows
     assert [pairs["outputs"].ours for pairs in rows.values()] == [0.5, 2.5, 4.5, 6.5]
     assert [pairs["pseudo-labels"].ours for pairs in rows.values()] == [0, 1.5, 3.5, 5.5]
 
@@ -367,7 +368,7 @@ def test_every_name_works_on_a_fresh_machine(monkeypatch, name):
     monkeypatch.setattr("fata.bench.run.local.estimate", lambda *_: Estimate(60.0, 2**30))
     result = reproduce(name, *EMBEDDED, "--subset", 8, "--dry-run")
     assert result.exit_code == 0, result.output
-    assert result.output.count("#0") == len(plan(experiment(name), Given("embedded")).slots)
+    assert result.output.count("#0") == len(plan(experiment(name), DataPaths("embedded")).cells)
     assert "about 0:01:00" in result.output
 
 
@@ -410,21 +411,21 @@ def test_a_stopped_run_says_that_it_goes_on(monkeypatch):
     def stop(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Workshop, "run", stop)
+    monkeypatch.setattr(CellRunner, "run", stop)
     result = reproduce("table6", *EMBEDDED, "--subset", 8)
     assert result.exit_code == 130
     assert "stopped: 0 of 6 cells done and kept in results.db" in result.output
 
 
 def test_a_failure_is_told_and_the_rest_shown(monkeypatch):
-    real = Workshop.run
+    real = CellRunner.run
 
     def fragile(self, cell, *rest):
         if cell.fields:
             raise RuntimeError("no memory")
         return real(self, cell, *rest)
 
-    monkeypatch.setattr(Workshop, "run", fragile)
+    monkeypatch.setattr(CellRunner, "run", fragile)
     result = reproduce("table6", *EMBEDDED, "--subset", 8)
     assert result.exit_code == 1
     assert plain(result).count("RuntimeError: no memory") == 4

@@ -8,7 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import fata
-from fata.cli import app
+from fata.commands.app import app
 
 GOOD = '''
 from dataclasses import dataclass
@@ -160,7 +160,7 @@ def test_help_does_not_wait_for_pytorch():
     names = [command.callback.__name__.replace("_", "-") for command in app.registered_commands]
     assert "train-source" in names
     code = (
-        "import sys; from fata.cli import app\n"
+        "import sys; from fata.commands.app import app\n"
         f"for command in ([], *([name] for name in {names})):\n"
         "    try: app([*command, '--help'])\n"
         "    except SystemExit as end: assert not end.code\n"
@@ -173,7 +173,7 @@ def test_help_does_not_wait_for_pytorch():
 
 def test_the_list_of_the_papers_tables_does_not_wait_for_pytorch():
     list_ = "try: app(['reproduce'])\nfinally: print(*sys.modules)"
-    code = f"import sys; from fata.cli import app\n{list_}"
+    code = f"import sys; from fata.commands.app import app\n{list_}"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     *told, modules = ran.stdout.splitlines()
     assert [line.partition(":")[0] for line in told][:2] == ["table1a", "table1b"]

@@ -27,13 +27,13 @@ import fata
 from fata.bench.grid import Grid
 from fata.bench.run import on_ray
 from fata.bench.run.local import missing, run
-from fata.bench.run.on_ray import ClusterError, Share, Worker
-from fata.bench.run.ray_objects import Kept, Larder, Stocked, decode
-from fata.bench.run.runner import Workshop
+from fata.bench.run.on_ray import ClusterError, Worker, WorkerResources
+from fata.bench.run.ray_objects import DecodedImages, RayCellRunner, SharedObjects, decode
+from fata.bench.run.runner import CellRunner
 from fata.bench.store import Store
-from fata.cli import app
 from fata.commands import Terminal
-from fata.commands.bench import Show
+from fata.commands.app import app
+from fata.commands.progress import ProgressDisplay
 
 TIMED = ("seconds", "latency", "images_per_second", "peak_memory")
 NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
@@ -42,10 +42,10 @@ NODE = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
 class Notes:
     """Remembers what it is told, and may do something about it."""
 
-    def __init__(self, once=None, on_staffed=None):
+    def __init__(self, once=None, on_workers_changed=None):
         self.ended, self.failures, self.missed, self.names = [], [], [], set()
         self.workers, self.most = {}, 0
-        self.once, self.on_staffed = once, on_staffed
+        self.once, self.on_workers_changed = once, on_workers_changed
 
     def tick(self, task, seen, accuracy):
         assert 0 < seen <= task.protocol["length"]
@@ -63,14 +63,14 @@ class Notes:
     def failed(self, task, why):
         self.failures.append((task.key, why))
 
-    def staffed(self, workers):
+    def workers_changed(self, workers):
         self.workers = dict(workers)
         self.most = max(self.most, len(workers))
         self.names |= set(workers)
         if len(self.ended) == 2:  # where cells are too short to tick
             self._in_the_middle()
-        if self.on_staffed:
-            self.on_staffed(workers)
+        if self.on_workers_changed:
+            self.on_workers_changed(workers)
 
     def lost(self, worker):
         self.missed.append(worker)
@@ -131,15 +131,15 @@ def cells(folder):
 
 
 @pytest.fixture(scope="module")
-def workshop(folder):
-    return Workshop(fisher=f"folder:{folder / 'clean'}", workers=0, skip_damaged=True)
+def runner(folder):
+    return CellRunner(fisher=f"folder:{folder / 'clean'}", workers=0, skip_damaged=True)
 
 
 @pytest.fixture(scope="module")
-def local(tmp_path_factory, cells, workshop):
+def local(tmp_path_factory, cells, runner):
     """The same cells without Ray; in new processes, as the tests' own kernels are others."""
     store = Store(tmp_path_factory.mktemp("local") / "r.db")
-    run(missing(cells, store, workshop, False), store, workshop, Notes(), jobs=2)
+    run(missing(cells, store, runner, False), store, runner, Notes(), jobs=2)
     assert len(store) == 5
     return lasting(store)
 
@@ -174,43 +174,43 @@ def connected(cluster):
         yield cluster
 
 
-def run_on_ray(path, cells, workshop, notes, gpus=0):
+def run_on_ray(path, cells, runner, notes, gpus=0):
     store = Store(path)
-    tasks = missing(cells, store, workshop, False)
-    on_ray.run(tasks, store, workshop, notes, on_ray.share(gpus, jobs=1))
+    tasks = missing(cells, store, runner, False)
+    on_ray.run(tasks, store, runner, notes, on_ray.worker_resources(gpus, jobs=1))
     return store
 
 
 # -- the same results ---------------------------------------------------------------------------
 
 
-def test_cells_are_those_of_one_machine_bit_for_bit(tmp_path, cells, workshop, local, connected):
+def test_cells_are_those_of_one_machine_bit_for_bit(tmp_path, cells, runner, local, connected):
     notes = Notes()
-    store = run_on_ray(tmp_path / "r.db", cells, workshop, notes)
+    store = run_on_ray(tmp_path / "r.db", cells, runner, notes)
     assert lasting(store) == local
     assert sorted(notes.ended) == sorted(local)
     assert len(notes.names) == 2  # one a node
     assert {record.result["damaged"] for record in store} == {0, 1}
-    assert missing(cells, store, workshop, False) == []
+    assert missing(cells, store, runner, False) == []
 
 
 def test_workers_share_a_gpu_and_a_killed_one_loses_and_doubles_nothing(
-    tmp_path, cells, workshop, four, connected, monkeypatch
+    tmp_path, cells, runner, four, connected, monkeypatch
 ):
-    monkeypatch.setattr(on_ray, "Stocked", lambda _, *rest: Stocked("cpu", *rest))
+    monkeypatch.setattr(on_ray, "RayCellRunner", lambda _, *rest: RayCellRunner("cpu", *rest))
     notes = Notes(once=kill)
-    store = run_on_ray(tmp_path / "r.db", cells[:4], workshop, notes, gpus=0.5)
+    store = run_on_ray(tmp_path / "r.db", cells[:4], runner, notes, gpus=0.5)
     assert len(notes.missed) == 1
     assert notes.most == 2
     assert sorted(notes.ended) == sorted(four)
     assert lasting(store) == four
 
 
-def test_a_removed_node_loses_and_doubles_nothing(tmp_path, cells, workshop, four, connected):
+def test_a_removed_node_loses_and_doubles_nothing(tmp_path, cells, runner, four, connected):
     (second,) = connected.worker_nodes
     notes = Notes(once=lambda _: connected.remove_node(second))
     try:
-        store = run_on_ray(tmp_path / "r.db", cells[:4], workshop, notes)
+        store = run_on_ray(tmp_path / "r.db", cells[:4], runner, notes)
     finally:
         started(lambda: connected.add_node(**NODE))
     assert len(notes.missed) == 1
@@ -239,7 +239,7 @@ def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, four, connected):
             break
     rest, _ = running.communicate(timeout=300)
     assert running.returncode == 130
-    assert "the same command goes on from there" in " ".join(rest.split())
+    assert "the same command continues from there" in " ".join(rest.split())
     kept = {record.key: record.finished for record in Store(path)}
     assert 1 <= len(kept) < 24
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -252,26 +252,26 @@ def test_what_ctrl_c_leaves_is_finished_without_ray(tmp_path, four, connected):
 
 
 def test_a_cell_that_fails_or_loses_every_worker_does_not_stop_the_others(
-    tmp_path, cells, workshop, connected, monkeypatch
+    tmp_path, cells, runner, connected, monkeypatch
 ):
     monkeypatch.setattr(on_ray, "TRIES", 2)
-    store, strict = Store(tmp_path / "r.db"), dataclasses.replace(workshop, skip_damaged=False)
+    store, strict = Store(tmp_path / "r.db"), dataclasses.replace(runner, skip_damaged=False)
     damaged = dataclasses.replace(cells[4], method="norm")
     tasks = missing([*cells[:2], damaged], store, strict, False)
     fine, fatal, unreadable = tasks
 
-    def staffed(workers):
+    def workers_changed(workers):
         for name, task in workers.items():
             if task == fatal:
                 kill(name)
 
-    notes = Notes(on_staffed=staffed)
-    on_ray.run(tasks, store, strict, notes, Share(1))
-    told = dict(notes.failures)
-    assert set(told) == {fatal.key, unreadable.key}
-    assert "its worker was lost 2 times" in told[fatal.key]
-    assert "damaged picture" in told[unreadable.key]
-    assert "1.png" in told[unreadable.key]
+    notes = Notes(on_workers_changed=workers_changed)
+    on_ray.run(tasks, store, strict, notes, WorkerResources(1))
+    failure = dict(notes.failures)
+    assert set(failure) == {fatal.key, unreadable.key}
+    assert "its worker was lost 2 times" in failure[fatal.key]
+    assert "damaged image" in failure[unreadable.key]
+    assert "1.png" in failure[unreadable.key]
     assert [record.key for record in store] == [fine.key]
 
 
@@ -280,13 +280,13 @@ def test_a_cell_that_fails_or_loses_every_worker_does_not_stop_the_others(
 )
 def test_a_share_that_no_node_has_is_refused(connected, gpus, why):
     with pytest.raises(ClusterError, match=why):
-        on_ray.share(gpus, jobs=1)
+        on_ray.worker_resources(gpus, jobs=1)
 
 
 def test_a_cell_has_a_gpu_where_there_are_some(connected):
-    assert on_ray.share(None, jobs=1) == Share(1, 1)
-    assert on_ray.share(0.25, jobs=1).gpus == 0.25
-    assert on_ray.share(0, jobs=1) == Share(1)
+    assert on_ray.worker_resources(None, jobs=1) == WorkerResources(1, 1)
+    assert on_ray.worker_resources(0.25, jobs=1).gpus == 0.25
+    assert on_ray.worker_resources(0, jobs=1) == WorkerResources(1)
 
 
 def bench(*arguments):
@@ -300,7 +300,7 @@ def bench(*arguments):
         (("--on", "slurm"), "give ray, or leave it out"),
         (("--address", "auto"), "are for --on ray"),
         (("--gpus-per-cell", "0.5"), "are for --on ray"),
-        (("--on", "ray", "--device", "cuda:1"), "on Ray it is cpu or cuda"),
+        (("--on", "ray", "--device", "cuda:1"), "on Ray give cpu or cuda"),
         (("--on", "ray", "--address", "127.0.0.1:1"), "no Ray cluster at 127.0.0.1:1"),
         (("--on", "ray", "--device", "cpu", "--gpus-per-cell", "0.5"), "give one"),
     ],
@@ -329,15 +329,15 @@ def shown(monkeypatch, tasks, terminal):
     """A watcher, and what it writes."""
     written = io.StringIO()
     screen = Terminal(file=written, force_terminal=terminal, width=200)
-    monkeypatch.setattr("fata.commands.bench.console", screen)
+    monkeypatch.setattr("fata.commands.progress.console", screen)
     monkeypatch.setattr("fata.commands.console", screen)
-    return Show(len(tasks)), written
+    return ProgressDisplay(len(tasks)), written
 
 
-def test_a_terminal_shows_workers_and_their_cells(tmp_path, cells, workshop, monkeypatch):
-    one, two, *_ = tasks = missing(cells, Store(tmp_path / "r.db"), workshop, False)
+def test_a_terminal_shows_workers_and_their_cells(tmp_path, cells, runner, monkeypatch):
+    one, two, *_ = tasks = missing(cells, Store(tmp_path / "r.db"), runner, False)
     show, written = shown(monkeypatch, tasks, terminal=True)
-    show.staffed({"node-a:1": one, "node-b:2": two})
+    show.workers_changed({"node-a:1": one, "node-b:2": two})
     show.tick(one, 8, 0.5)
     show.tick(two, 8, 0.5)
     every, first, second = show._progress.tasks
@@ -345,16 +345,16 @@ def test_a_terminal_shows_workers_and_their_cells(tmp_path, cells, workshop, mon
     assert first.description.strip() == f"{one.cell}, by node-a:1"
     assert second.description.strip() == f"{two.cell}, by node-b:2"
     show.lost("node-a:1")
-    show.staffed({"node-b:2": two})
+    show.workers_changed({"node-b:2": two})
     assert show._progress.tasks == [every, second]
     assert every.fields["note"] == "1 worker"
     assert "worker node-a:1 was lost" in written.getvalue()
 
 
-def test_a_line_says_whose_cell_it_was(tmp_path, cells, workshop, monkeypatch):
-    one, *_ = tasks = missing(cells, Store(tmp_path / "r.db"), workshop, False)
+def test_a_line_says_whose_cell_it_was(tmp_path, cells, runner, monkeypatch):
+    one, *_ = tasks = missing(cells, Store(tmp_path / "r.db"), runner, False)
     show, written = shown(monkeypatch, tasks, terminal=False)
-    show.staffed({"node-a:1": one})
+    show.workers_changed({"node-a:1": one})
     show.done(one, {"accuracy": 50.0, "collapsed_at": None, "damaged": 0})
     assert written.getvalue() == f"1/5 {one.cell}: 50.00 %, by node-a:1\n"
 
@@ -365,13 +365,13 @@ def test_a_line_says_whose_cell_it_was(tmp_path, cells, workshop, monkeypatch):
 @pytest.mark.parametrize(
     ("one", "node", "cells"),
     [
-        (Share(2), {"CPU": 5}, 2),
-        (Share(2), {"GPU": 8}, 0),
-        (Share(4, 0.25), {"CPU": 1, "GPU": 2}, 8),
-        (Share(4, 0.3), {"GPU": 2}, 6),
-        (Share(4, 1), {"GPU": 3}, 3),
-        (Share(4, 2), {"GPU": 3}, 1),
-        (Share(4, 0.5), {"CPU": 64}, 0),
+        (WorkerResources(2), {"CPU": 5}, 2),
+        (WorkerResources(2), {"GPU": 8}, 0),
+        (WorkerResources(4, 0.25), {"CPU": 1, "GPU": 2}, 8),
+        (WorkerResources(4, 0.3), {"GPU": 2}, 6),
+        (WorkerResources(4, 1), {"GPU": 3}, 3),
+        (WorkerResources(4, 2), {"GPU": 3}, 1),
+        (WorkerResources(4, 0.5), {"CPU": 64}, 0),
     ],
 )
 def test_so_many_cells_find_room_on_a_node(one, node, cells):
@@ -396,39 +396,41 @@ def test_decoded_pictures_are_those_of_the_files(tmp_path):
 
 
 def test_models_and_pictures_are_put_once_and_go_with_their_last_cell(
-    tmp_path, cells, workshop, connected, monkeypatch
+    tmp_path, cells, runner, connected, monkeypatch
 ):
     put = []
-    tasks = missing(cells, Store(tmp_path / "r.db"), workshop, False)
+    tasks = missing(cells, Store(tmp_path / "r.db"), runner, False)
     real = ray.put
     monkeypatch.setattr(ray, "put", lambda thing: put.append(type(thing).__name__) or real(thing))
-    stock = Larder(tasks, workshop, room=2**20)
-    served = {task.key: stock.serve(task) for task in tasks}
-    assert sorted(put) == ["Kept", "Loaded"]  # the data in the package are decoded already
+    shared = SharedObjects(tasks, runner, capacity=2**20)
+    served = {task.key: shared.inputs(task) for task in tasks}
+    assert sorted(put) == ["DecodedImages", "Loaded"]  # the data in the package are decoded already
     assert len({ref for _, refs in served.values() for ref in refs}) == 3  # two folders beside it
-    assert all(isinstance(ray.get(ref), Kept) for _, refs in served.values() for ref in refs)
+    assert all(
+        isinstance(ray.get(ref), DecodedImages) for _, refs in served.values() for ref in refs
+    )
     for task in tasks[:-1]:
-        stock.release(task)
-    kit, refs = stock.serve(tasks[-1])
-    assert (kit.model, refs) == (served[tasks[-1].key][0].model, served[tasks[-1].key][1])
-    stock.release(tasks[-1])
-    assert not stock._models
-    assert not stock._pictures
+        shared.release(task)
+    inputs, refs = shared.inputs(tasks[-1])
+    assert (inputs.model, refs) == (served[tasks[-1].key][0].model, served[tasks[-1].key][1])
+    shared.release(tasks[-1])
+    assert not shared._models
+    assert not shared._images
 
 
-def test_pictures_that_do_not_fit_are_left_to_who_meets_them(tmp_path, cells, workshop, connected):
-    tasks = missing(cells[4:], Store(tmp_path / "r.db"), workshop, False)
-    _, refs = Larder(tasks, workshop, room=40 * 3 * 32 * 32 - 1).serve(tasks[0])
-    assert all(isinstance(ray.get(ref), fata.data.dataset.Files) for ref in refs)
+def test_pictures_that_do_not_fit_are_left_to_who_meets_them(tmp_path, cells, runner, connected):
+    tasks = missing(cells[4:], Store(tmp_path / "r.db"), runner, False)
+    _, refs = SharedObjects(tasks, runner, capacity=40 * 3 * 32 * 32 - 1).inputs(tasks[0])
+    assert all(isinstance(ray.get(ref), fata.data.dataset.ImageFiles) for ref in refs)
 
 
-def test_a_worker_knows_how_far_it_is(tmp_path, cells, workshop, connected, monkeypatch):
-    tasks = missing(cells[:1], Store(tmp_path / "r.db"), workshop, False)
-    kit, refs = Larder(tasks, workshop, room=2**20).serve(tasks[0])
+def test_a_worker_knows_how_far_it_is(tmp_path, cells, runner, connected, monkeypatch):
+    tasks = missing(cells[:1], Store(tmp_path / "r.db"), runner, False)
+    inputs, refs = SharedObjects(tasks, runner, capacity=2**20).inputs(tasks[0])
     clock = itertools.count()
     monkeypatch.setattr("fata.bench.run.measure.time.perf_counter", lambda: float(next(clock)))
-    worker = Worker(Stocked(), threads=1)
-    result, why = worker.run(7, cells[0], kit, *ray.get(refs))
+    worker = Worker(RayCellRunner(), threads=1)
+    result, why = worker.run(7, cells[0], inputs, *ray.get(refs))
     assert why == ""
     number, seen, right = worker.progress()  # of the batch before the last
     assert (number, seen) == (7, 40)
@@ -512,7 +514,7 @@ RAYJOB = fields(
 
 @pytest.fixture(scope="module")
 def page():
-    return (Path(__file__).parents[1] / "docs" / "ray.md").read_text()
+    return (Path(__file__).parents[3] / "docs" / "ray.md").read_text()
 
 
 @pytest.fixture(scope="module")
@@ -569,7 +571,10 @@ def test_the_manifests_pods_have_what_the_command_needs(manifest, command, pods)
     for pod in workers:
         (container,) = pod["containers"]
         there = container["resources"]["limits"]
-        assert Share(1, command["gpus_per_cell"]).fits({"GPU": int(there["nvidia.com/gpu"])}) == 4
+        assert (
+            WorkerResources(1, command["gpus_per_cell"]).fits({"GPU": int(there["nvidia.com/gpu"])})
+            == 4
+        )
         assert there == container["resources"]["requests"]
         assert str(command["store"].parent) not in mounts(pod)
     for group in manifest["spec"]["rayClusterSpec"]["workerGroupSpecs"]:

@@ -113,7 +113,7 @@ def test_hidden_rows_are_those_commented_out():
 
 
 def test_macs_are_those_of_our_formulas():
-    whole, tail = Macs(4.1095), Macs(0.8106)  # ResNet50-GN, 65 classes: tests/test_cost.py
+    whole, tail = Macs(4.1095), Macs(0.8106)  # ResNet50-GN, 65 classes: tests/bench/test_cost.py
     one = table("table4")
     for row in one.rows:
         assert holds(one, row, "gmacs", paper(row, whole, tail)), row

@@ -1,10 +1,9 @@
-"""The demo: which cells it runs, and the story that they tell.
+"""The demo: which cells it runs, and what it concludes from them.
 
-Each network meets the two corruptions that cost it most accuracy, unadapted and by EATA, the
-host that gained most on average (15 corruptions, 10,000 images, three orders: docs/results.md),
-with the guard, as `fata.adapt` comes. FATA is
-compared on the BatchNorm network, where no host collapses, and there on the corruption that is
-hardest once the batch's statistics are used. The guard is shown where a host collapses.
+Each network is tested on the two corruptions that cost it the most accuracy: unadapted, and with
+EATA and the guard. EATA gained most on average over 15 corruptions (docs/results.md). FATA is
+compared on the BatchNorm network, where no host collapses, on the corruption that is hardest with
+the batch's statistics. The guard is shown on a stream on which a host collapses.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ COLLAPSING, COLLAPSE = "deyo", "gaussian_noise"
 NO_FISHER = ":fisher_alpha=0"  # computing EATA's penalty would take as long as the demo
 ADAPTED = f"eata{NO_FISHER}"
 WINDOW, FIRST = 256, 64  # images: of a point of a curve; those before which none is drawn
-PICTURES = 8  # of each corruption
+SHOWN = 8  # of each corruption
 _GREY, _BLUE, _ORANGE, _RED = "#9aa3b2", "#7fb0dc", "#e6550d", "#b3261e"
 
 
 def cells(images: int) -> list[Cell]:
-    """Everything that the demo runs, each once; so many `images` of each corruption."""
+    """All cells of the demo, each once, with `images` of each corruption."""
     fata = [f"{host}{plus}" for host in HOSTS for plus in ("", "+fata")]
     compared = tuple(m + NO_FISHER if m.startswith("eata") else m for m in fata)
     asked: list[tuple[str, tuple[str, ...], tuple[str, ...], bool]] = [
@@ -68,7 +67,7 @@ def cells(images: int) -> list[Cell]:
 
 @dataclass(frozen=True)
 class Effect:
-    """What adapting does on one corruption: accuracies in %, and images that change."""
+    """Adaptation on one corruption: accuracies in %, and images whose outcome changes."""
 
     network: str
     corruption: str
@@ -82,7 +81,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Addition:
-    """What FATA adds to a host."""
+    """The gain of FATA over a host alone."""
 
     host: str
     alone: float
@@ -92,7 +91,7 @@ class Addition:
 
 @dataclass(frozen=True)
 class Guarded:
-    """A stream on which adapting collapses: accuracy over the last images, by curve."""
+    """A stream on which adaptation collapses: accuracy over the last images, by curve."""
 
     curves: dict[str, list[float]]
     accuracy: dict[str, float]
@@ -100,19 +99,19 @@ class Guarded:
 
 @dataclass(frozen=True)
 class Story:
-    """What the cells show, in the order in which it is told."""
+    """The results of the demo, in the order of the page."""
 
     effects: tuple[Effect, ...]
     additions: tuple[Addition, ...]
     guarded: Guarded
 
     def mean(self, network: str, what: str) -> float:
-        """Of a network's corruptions."""
+        """Mean over a network's corruptions."""
         return float(np.mean([getattr(e, what) for e in self.effects if e.network == network]))
 
     @property
     def sentences(self) -> tuple[str, str, str]:
-        """The whole in three."""
+        """The conclusions in three sentences."""
         return self._adapting(), self._adding(), self._guarding()
 
     def _adapting(self) -> str:
@@ -123,36 +122,36 @@ class Story:
             before, after = (self.mean(network, what) for what in ("before", "after"))
             parts.append(
                 f"{name} network {before:.0f} % -> {after:.0f} % on average, "
-                f"{best.before:.0f} % -> {best.after:.0f} % on {spoken(best.corruption)}"
+                f"{best.before:.0f} % -> {best.after:.0f} % on {readable(best.corruption)}"
             )
         before, norm, after = (self.mean(BN, what) for what in ("before", "norm", "after"))
         return (
-            f"Adapting without labels: {'; '.join(parts)}. (Of the BatchNorm network's points "
+            f"Adaptation without labels: {'; '.join(parts)}. (Of the BatchNorm network's gain, "
             f"{norm - before:+.1f} are the batch's statistics and {after - norm:+.1f} learning.)"
         )
 
     def _adding(self) -> str:
         clear = ", ".join(f"{a.host} {a.gain}" for a in self.additions if a.gain.sign)
         noise = ", ".join(f"{a.host} {a.gain.mean:+.2f}" for a in self.additions if not a.gain.sign)
-        told = [clear] if clear else []
-        told += (
+        parts = [clear] if clear else []
+        parts += (
             [f"within noise ({self.additions[0].gain.images:,} images): {noise}"] if noise else []
         )
         return (
-            f"FATA adds to its hosts on {spoken(COMPARED)}, in percentage points with their 95 % "
-            f"interval: {'; '.join(told)}. All 15 corruptions: docs/results.md."
+            f"FATA's gain over its hosts on {readable(COMPARED)}, in percentage points with the "
+            f"95 % interval: {'; '.join(parts)}. All 15 corruptions: docs/results.md."
         )
 
     def _guarding(self) -> str:
         source, alone, watched = self.guarded.accuracy.values()
         return (
-            f"The guard, on by default: on {spoken(COLLAPSE)} DeYO alone collapses, {source:.0f} % "
-            f"unadapted -> {alone:.0f} %; with the guard it ends at {watched:.0f} %."
+            f"The guard, on by default: on {readable(COLLAPSE)} DeYO alone collapses, "
+            f"{source:.0f} % unadapted -> {alone:.0f} %; with the guard it ends at {watched:.0f} %."
         )
 
 
-def tell(records: Sequence[Record]) -> Story:
-    """The story of the demo's cells, which must all be there."""
+def story_of(records: Sequence[Record]) -> Story:
+    """The story of the demo's records, which must be complete."""
     found = {_place(record): record for record in records}
 
     def right(network: str, method: str, corruption: str, guard: bool = False) -> Flags:
@@ -195,10 +194,10 @@ def tell(records: Sequence[Record]) -> Story:
 
 
 def bars(story: Story) -> Figure:
-    """Unadapted and adapted, by network and corruption."""
+    """Accuracy unadapted and adapted, by network and corruption."""
     places = [
         [NETWORKS[effect.network] for effect in story.effects],
-        [spoken(effect.corruption) for effect in story.effects],
+        [readable(effect.corruption) for effect in story.effects],
     ]
     shown: dict[str, tuple[list[Any], str]] = {
         "unadapted": ([e.before for e in story.effects], _GREY),
@@ -228,7 +227,7 @@ def bars(story: Story) -> Figure:
 
 
 def curves(story: Story) -> Figure:
-    """The stream on which adapting collapses."""
+    """Accuracy over the stream on which adaptation collapses."""
     looks = ({"color": _GREY, "width": 7}, {"color": _RED}, {"color": _ORANGE})
     data: list[dict[str, Any]] = [
         {"y": [round(y, 2) for y in curve[FIRST:]], "name": name, "mode": "lines", "line": look}
@@ -245,9 +244,9 @@ def curves(story: Story) -> Figure:
 def strips(
     records: Sequence[Record], streams: Sequence[tuple[Cell, Dataset]], labels: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Images from the middle of each stream as they came, and what became of them.
+    """Images from the middle of each stream in order, and how their prediction changed.
 
-    `streams` are the adapted cells, each with the data that its network met.
+    `streams` are the adapted cells, each with its data.
     """
     found = {_place(record): record for record in records}
     for cell, dataset in streams:
@@ -255,28 +254,28 @@ def strips(
         own = ("source", False), ("eata", True)
         results = [found[cell.model, method, corruption, guard] for method, guard in own]
         before, after = (unpack(r.result["right"], r.result["rows"]) for r in results)
-        start = max(0, len(before) // 2 - PICTURES)
-        pictures = _pictures(cell, dataset, start)
+        start = max(0, len(before) // 2 - SHOWN)
+        shown = _images_from(cell, dataset, start)
         yield {
             "network": NETWORKS[cell.model],
-            "corruption": spoken(corruption),
+            "corruption": readable(corruption),
             "became_right": int((after & ~before).sum()),
             "became_wrong": int((before & ~after).sum()),
             "images": len(before),
             "first": start + 1,
-            "pictures": [
+            "shown": [
                 {
-                    "source": _as_address(image),
+                    "source": _data_url(image),
                     "label": labels[label],
                     "fate": _fate(bool(before[at]), bool(after[at])),
                 }
-                for at, (image, label) in enumerate(pictures, start)
+                for at, (image, label) in enumerate(shown, start)
             ],
         }
 
 
-def spoken(corruption: str) -> str:
-    """Its name in a sentence."""
+def readable(corruption: str) -> str:
+    """Its name as plain words."""
     return corruption.replace("_", " ")
 
 
@@ -286,19 +285,19 @@ def _fate(before: bool, after: bool) -> str:
     return "became wrong" if before else "stays wrong"
 
 
-def _pictures(cell: Cell, dataset: Dataset, start: int) -> Iterator[tuple[Tensor, int]]:
+def _images_from(cell: Cell, dataset: Dataset, start: int) -> Iterator[tuple[Tensor, int]]:
     seen = 0
     for batch in cell.stream(dataset):
         for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
-            if start <= seen < start + PICTURES:
+            if start <= seen < start + SHOWN:
                 yield image, label
             seen += 1
-        if seen >= start + PICTURES:
+        if seen >= start + SHOWN:
             return
 
 
-def _as_address(image: Tensor) -> str:
-    """A picture as the page holds it."""
+def _data_url(image: Tensor) -> str:
+    """An image as a data URL."""
     pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     out = io.BytesIO()
     Image.fromarray(pixels).save(out, "PNG")

@@ -6,9 +6,9 @@ import torch
 from typer.testing import CliRunner
 
 from fata.bench.paired import pack
-from fata.bench.report import demo
+from fata.bench.report import demo_story as demo
 from fata.bench.store import Record
-from fata.cli import app
+from fata.commands.app import app
 
 
 def record(cell, right):
@@ -21,7 +21,7 @@ def record(cell, right):
 
 def told(accuracies):
     """The story where each cell's first images are right, as many as its accuracy says."""
-    return demo.tell(
+    return demo.story_of(
         [record(cell, np.arange(200) < 2 * accuracies(cell)) for cell in demo.cells(200)]
     )
 
@@ -77,7 +77,7 @@ def test_the_demo_prints_its_story_and_writes_a_page(tmp_path, browser):
     call = ["demo", "--images", "16", "--output", str(out)]
     result = CliRunner().invoke(app, call)
     assert result.exit_code == 0, result.output
-    begin = ("1. Adapting without", "2. FATA")
+    begin = ("1. Adaptation without", "2. FATA")
     sentences = [line for line in result.output.splitlines() if line.startswith(begin)]
     again = CliRunner().invoke(app, call)
     assert "0 streams to run" in again.output
@@ -90,7 +90,7 @@ def test_the_demo_prints_its_story_and_writes_a_page(tmp_path, browser):
     assert len(strips) == sum(map(len, demo.HARDEST.values()))
     script = "return [...document.images].every(image => image.naturalWidth === 32)"
     assert browser.execute_script(script)
-    assert len(strips[0].find_elements("css selector", "figure")) == demo.PICTURES
+    assert len(strips[0].find_elements("css selector", "figure")) == demo.SHOWN
 
 
 def test_the_demo_says_where_it_cannot_write(tmp_path):

@@ -1,7 +1,7 @@
-"""Random numbers that depend on an image and a purpose alone.
+"""A counter-based random generator for each image.
 
-Every number is a hash of (seed, image id, corruption, severity, purpose, position): no generator
-runs along, so the batch an image is in, its size, its order and the device do not matter.
+Every number is a hash of (seed, image id, corruption, severity, purpose, position). There is no
+running state, so the batch of an image, its size, its order and the device do not matter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _STEP = _signed(0x9E3779B97F4A7C15)
 _MIX = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
 
 
-class Draws:
+class ImageRng:
     """Numbers for a batch of images, each from its own key."""
 
     def __init__(self, keys: Tensor) -> None:
@@ -33,8 +33,8 @@ class Draws:
     @classmethod
     def of(
         cls, seed: int, ids: Iterable[int], name: str, severity: int, device: torch.device
-    ) -> Draws:
-        """The draws of some images for one corruption."""
+    ) -> ImageRng:
+        """For some images and one corruption."""
         texts = (f"{seed}/{image}/{name}/{severity}".encode() for image in ids)
         digests = (hashlib.blake2b(text, digest_size=8).digest() for text in texts)
         keys = [int.from_bytes(digest, "little", signed=True) for digest in digests]

@@ -12,9 +12,9 @@ from fata.bench.report.figures import MEAN, domains, figures
 from fata.bench.report.page import page
 from fata.bench.report.tables import AVERAGE, comparisons, domain_name
 from fata.bench.store import Store
-from fata.cli import app
 from fata.commands import console
-from fata.commands.tables import show
+from fata.commands.app import app
+from fata.commands.show_comparison import show
 
 DOMAINS = ("gaussian_noise", "fog", "contrast")
 ACCURACY = {
@@ -134,7 +134,7 @@ def test_a_row_says_where_it_is_not_as_most_of_its_method(store):
     assert [line.method for line in lines][:3] == [
         *("tent+fata", "tent+fata sigma=0.5", "tent+fata sigma=2")
     ]
-    note = "tent+fata, where its row says no more: sigma=1.0, threshold=0.5"
+    note = "tent+fata, unless its row says otherwise: sigma=1.0, threshold=0.5"
     assert table.notes == (note,)
     assert note in report(store.path, "--format", "md").output
 
@@ -442,7 +442,7 @@ def test_crosses_show_where_a_guard_stepped_in(store):
     assert crosses["x"] == [2, 9]
     assert crosses["y"] == [guarded.result["curve"]["online"][1]] * 2
     assert crosses["text"] == [
-        "taken back to batch 0, at 0.3 of the rate; the source answers",
-        "rests at the source",
+        "rolled back to batch 0, 0.3 of the learning rate; source predictions",
+        "adaptation pauses at the source weights",
     ]
     assert crosses["meta"] == "gaussian_noise"

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from PIL import Image, ImageDraw
 from typer.testing import CliRunner
 
 from fata import data, training, zoo
-from fata.cli import app
-from fata.training import Epoch, Recipe, TrainingError, train_source
+from fata.commands.app import app
+from fata.training import Epoch, Recipe, TrainingError, images, train_source
 from fata.zoo import checkpoint, mini, sources
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import Preprocess
@@ -150,13 +151,19 @@ def test_the_recipe_suits_the_network():
 
 
 def test_rates_rise_then_fall_and_the_head_is_faster():
-    rates, done = zip(*training._schedule(100, 0.1), strict=True)
+    model = mini.build("mini_resnet_gn", 3)
+    recipe = Recipe(lr=0.5, weight_decay=0.1, warmup=0.1)
+    optimizer = recipe.make_optimizer(model, {"fc.weight", "fc.bias"})
+    scheduler = recipe.make_scheduler(optimizer, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(scheduler.get_last_lr()[0] / 0.5)
+        optimizer.step()
+        scheduler.step()
     assert rates[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert all(a >= b for a, b in pairwise(rates[10:]))
     assert 0 < rates[-1] < 0.01
-    assert done[-1] == 1
-    model, recipe = mini.build("mini_resnet_gn", 3), Recipe(lr=0.5, weight_decay=0.1)
-    groups = training._optimizer(model, {"fc.weight", "fc.bias"}, recipe).param_groups
+    groups = recipe.make_optimizer(model, {"fc.weight", "fc.bias"}).param_groups
     settings = {id(p): (g["lr"], g["weight_decay"]) for g in groups for p in g["params"]}
     assert settings[id(model.fc.weight)] == (5.0, 0.1)
     assert settings[id(model.fc.bias)] == (5.0, 0.0)
@@ -191,16 +198,16 @@ def test_same_seed_same_bits_whatever_the_workers(spec, tmp_path, monkeypatch):
 
 def test_held_out_pictures_are_of_every_class_and_never_learned_from():
     labels = torch.tensor([0] * 40 + [1] * 15 + [2] * 3 + [3])
-    learned, held = training._split(labels, 0.1, torch.Generator().manual_seed(0))
+    learned, held = images.split(labels, 0.1, torch.Generator().manual_seed(0))
     assert labels[held].bincount(minlength=4).tolist() == [4, 2, 1, 0]
     assert sorted(torch.cat([learned, held]).tolist()) == list(range(len(labels)))
-    again = training._split(labels, 0.1, torch.Generator().manual_seed(0))
+    again = images.split(labels, 0.1, torch.Generator().manual_seed(0))
     assert torch.equal(held, again[1])
 
 
 def test_every_picture_comes_once_an_epoch_each_time_another_way(spec):
-    files = training.pictures_of(data.open(spec), "day")
-    plan = training._Plan(files, PLAIN, Recipe(epochs=2, batch_size=20))
+    files = training.images_of(data.open(spec), "day")
+    plan = images.TrainingPlan(files, PLAIN, Recipe(epochs=2, batch_size=20))
     assert [len(index) for _, index in plan.batches] == 2 * [18, 18, 18, 6]
     assert [place for place, _ in plan.batches] == 2 * [0, 0, 0, 1]
     first, second = (torch.cat([i for _, i in plan.batches[n : n + 3]]) for n in (0, 4))
@@ -216,7 +223,7 @@ def test_every_picture_comes_once_an_epoch_each_time_another_way(spec):
 def test_crops_stay_inside_and_fill_the_square():
     wide = Image.linear_gradient("L").convert("RGB").resize((300, 20))
     for number in range(200):
-        view = training._random_view(PLAIN, 0.25, training.Random(str(number)), wide)
+        view = images.random_crop(PLAIN, 0.25, Random(str(number)), wide)
         assert view.size == (32, 32)
 
 
@@ -229,7 +236,7 @@ def test_the_file_says_how_it_was_made(spec, tmp_path):
     assert dataclasses.asdict(QUICK).items() <= recipe.items()
     assert recipe["data"] == "shapes"  # not where it lies
     assert recipe["domain"] == "day"
-    assert recipe["images"] == training.pictures_of(data.open(spec), "day").digest
+    assert recipe["images"] == training.images_of(data.open(spec), "day").digest
     assert recipe["source"]["sha256"] == source.weights.sha256
     assert recipe["finished"] == 2
     assert (recipe["learned_from"], recipe["tested_on"], recipe["damaged"]) == (54, 6, 0)
@@ -306,7 +313,7 @@ def test_command_names_the_file_by_model_data_and_domain(call, spec, tmp_path):
     result = call(spec, "--domain", "night", "--model", "mini_resnet_gn")
     assert result.exit_code == 0, result.output
     assert "epoch 1/1: loss" in result.output
-    assert "mini_resnet_gn-shapes-night.safetensors: learned from 54 pictures" in result.output
+    assert "mini_resnet_gn-shapes-night.safetensors: learned from 54 images" in result.output
     trained = zoo.load(tmp_path / "mini_resnet_gn-shapes-night.safetensors")
     assert trained.recipe["domain"] == "night"
     assert trained.recipe["optimizer"] == "sgd"
@@ -350,11 +357,11 @@ def test_batches_that_are_all_damaged(tmp_path):
     out, options = tmp_path / "day.safetensors", {"skip_damaged": True}
     for file in (folder / "day" / "bar").iterdir():
         file.write_bytes(b"")
-    recipe = Recipe(epochs=2, batch_size=2)  # of 21 pictures, 7 damaged
+    recipe = Recipe(epochs=2, batch_size=2)  # of 21 images, 7 damaged
     assert train(f"folder:{folder}", out, recipe, **options).recipe["damaged"] == 8
     for file in folder.rglob("*.png"):
         file.write_bytes(b"")
-    with pytest.raises(data.DataError, match="all pictures to learn from"):
+    with pytest.raises(data.DataError, match="all images to learn from"):
         train(f"folder:{folder}", out, recipe, **options)
 
 
@@ -388,7 +395,7 @@ def test_command_refuses_data_without_folders(call, shapes, tmp_path):
     corrupted.parent.mkdir(parents=True)
     corrupted.symlink_to(shapes / "day" / "disc")
     for spec, message in (
-        ("embedded", "is no folder of pictures"),
+        ("embedded", "is no folder of images"),
         ("folder:no", "no folder"),
         (f"imagenet-c:{tmp_path / 'c'}", "corruptions alone"),
     ):
@@ -398,7 +405,13 @@ def test_command_refuses_data_without_folders(call, shapes, tmp_path):
 
 
 def test_control_c_keeps_the_last_epoch(spec, small, tmp_path):
-    command = [sys.executable, "-c", "from fata.cli import app; app()", "train-source", "--data"]
+    command = [
+        sys.executable,
+        "-c",
+        "from fata.commands.app import app; app()",
+        "train-source",
+        "--data",
+    ]
     command += [spec, "--domain", "day", "--model", small, "--epochs", "1000"]
     command += ["-o", str(tmp_path / "day.safetensors"), "--workers", "1", "--device", "cpu"]
     running = subprocess.Popen(

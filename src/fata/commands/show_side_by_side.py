@@ -1,4 +1,4 @@
-"""The paper's numbers beside ours, on the terminal."""
+"""The paper's numbers and ours, on the terminal."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from rich import box
 from rich.table import Table
 
-from fata.bench.paper.sheets import LINES, Sheet, head
+from fata.bench.paper.side_by_side import LINES, SideBySide, head
 from fata.commands import console, say
 
 
-def show(made: Sheet) -> None:
-    """One line a row where there are few columns; else three, of as many columns as fit."""
-    say(f"{made.title}; † one class took over" if _fallen(made) else made.title)
+def show(made: SideBySide) -> None:
+    """One line a row for few columns; otherwise three, with as many columns as fit."""
+    say(f"{made.title}; † collapsed onto one class" if _any_collapsed(made) else made.title)
     if len(made.columns) < 3:
         console.print(_flat(made), "")
         return
@@ -22,8 +22,8 @@ def show(made: Sheet) -> None:
         console.print(_stacked(made, columns), "")
 
 
-def _flat(made: Sheet) -> Table:
-    """What the paper has no number of is ours alone."""
+def _flat(made: SideBySide) -> Table:
+    """Columns without a number of the paper show ours alone."""
     table = _table()
     kept: list[tuple[str, int]] = []
     for column in made.columns:
@@ -38,7 +38,7 @@ def _flat(made: Sheet) -> Table:
     return table
 
 
-def _stacked(made: Sheet, columns: Sequence[str]) -> Table:
+def _stacked(made: SideBySide, columns: Sequence[str]) -> Table:
     table = _table()
     table.add_column()
     for column in columns:
@@ -62,8 +62,8 @@ def _table() -> Table:
     return table
 
 
-def _fitting(made: Sheet) -> Iterator[tuple[str, ...]]:
-    """The columns in portions that the terminal is wide enough for."""
+def _fitting(made: SideBySide) -> Iterator[tuple[str, ...]]:
+    """The columns, split to the width of the terminal."""
     starts = (start for name in made.rows for start in _broken(name))
     first = max(map(len, starts)) + max(map(len, LINES)) + 1
     some: list[str] = []
@@ -79,5 +79,5 @@ def _fitting(made: Sheet) -> Iterator[tuple[str, ...]]:
     yield tuple(some)
 
 
-def _fallen(made: Sheet) -> bool:
+def _any_collapsed(made: SideBySide) -> bool:
     return any(pair.collapsed for pairs in made.rows.values() for pair in pairs.values())

@@ -18,7 +18,7 @@ demo: $(VENV)/.installed
 docs: $(VENV)/.documented
 	@echo "== documentation"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
-	@echo "site/index.html"
+	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 test: lint browser
 	@echo "== tests (without the slow ones: make test-all)"

@@ -79,6 +79,16 @@ def test_the_navigation_has_every_page():
     assert sorted(nav) == sorted(p.relative_to(DOCS).as_posix() for p in PAGES)
 
 
+def test_every_page_is_two_clicks_away():
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    for section in nav:
+        for pages in section.values():  # a page, or pages under one tab
+            assert isinstance(pages, str) or all(
+                isinstance(page, str) or all(isinstance(file, str) for file in page.values())
+                for page in pages
+            )
+
+
 def test_every_public_name_is_in_the_reference():
     text = "\n".join(p.read_text() for p in (DOCS / "api").glob("*.md"))
     generated = set(re.findall(r"^::: fata\.(\w+)$", text, re.MULTILINE))

@@ -129,7 +129,7 @@ def test_lines_are_short(page):
     assert [n for n in long if "://" not in page.read_text().splitlines()[n - 1]] == []
 
 
-@named(USER)
+@named(ALL)
 def test_words_are_those_of_the_field(page):
     for number, line in prose(page):
         plain = re.sub(r"`[^`]*`", "", line).lower()

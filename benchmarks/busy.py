@@ -41,7 +41,7 @@ from fata.bench.run.measure import measure
 from fata.bench.run.pictures import Shelf, free_memory
 from fata.bench.run.runner import Workshop
 from fata.data import Stream, serve
-from fata.engine.fast.programs import OFTEN
+from fata.engine.fast.captured import OFTEN
 from fata.zoo import Loaded, Weights, ZooError
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 

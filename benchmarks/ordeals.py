@@ -151,7 +151,7 @@ def adversary(scene: Scene, adapter: fata.Adapter, first: int = 0) -> Iterator[B
     for number, (pixels, labels) in enumerate(chunks):
         if number % 2 != first:
             yield Batch(scene.normalise(pixels), labels)
-        elif adapter.adapted:  # one that learns nothing would not mind
+        elif adapter.trainable:  # one that learns nothing would not mind
             yield Batch(crafted(scene, adapter.model, pixels), None)
 
 

@@ -35,7 +35,7 @@ class Plain:
         self.model = model.eval().requires_grad_(False)
         for norm in batch_norms(model):
             norm.track_running_stats, norm.running_mean, norm.running_var = False, None, None
-        self.theta = list(choose(model, self.method.params or "truncated").values())
+        self.theta = list(choose(model, self.method.params or "norm-truncated").values())
         for parameter in self.theta:
             parameter.requires_grad_(True)
         self.optimizer = torch.optim.SGD(self.theta, lr, momentum=0.9)

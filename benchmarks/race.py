@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fata.engine.fast.programs import OFTEN
+from fata.engine.fast.captured import OFTEN
 
 WARM = 3  # calls before the clock starts: the tap finds its way, programs are recorded;
 WARM_GPU = OFTEN + 16  # and compiled, also those that the first calls do not need yet

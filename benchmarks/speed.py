@@ -153,12 +153,12 @@ def guarded(track: Track, spec: str, looks: Looks) -> list[Line]:
             "with": partial(looks.of, watched, track.images),
         }
         ran = race(ways, track.images, track.rounds, looks.turn)
-        before = watched.counts["rows_witness"]
+        before = watched.counts["rows_source"]
         for _ in range(looks.turn):
             ran["with"].call(track.images)
         if watched.guard.events:
             raise RuntimeError(f"the guard stepped in: {watched.guard.events}")
-        seen = watched.counts["rows_witness"] - before
+        seen = watched.counts["rows_source"] - before
         lines.append(
             {
                 "model": track.name,

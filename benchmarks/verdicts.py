@@ -28,8 +28,8 @@ import fata
 from benchmarks.archive import lines
 from fata.bench.grid import Grid
 from fata.corruptions import EXTRA
-from fata.distributed.ranks import ALONE
-from fata.engine.step import State
+from fata.distributed.ranks import SINGLE
+from fata.engine.state import State
 from fata.guard.policy import Event, Guard, Watch
 
 Batch = dict[str, Any]  # "pairs": [adapted, source, how often]; "right", "still": how many are
@@ -79,7 +79,7 @@ def answers(cell: dict[str, Any], guard: Guard) -> tuple[list[bool], list[Event]
     witness: list[Tensor] = []
     engine: Any = SimpleNamespace(
         state=State(nothing, nothing, 0),
-        group=ALONE,
+        group=SINGLE,
         coupled="_bn" in cell["model"],
         source=nothing,
         theta=SimpleNamespace(at=lambda *_, **__: nullcontext(), write=lambda _: None),

@@ -181,11 +181,11 @@ def test_both_ways_to_make_an_adapter_have_the_same_defaults():
 
 def test_named_parameters():
     only = fata.Adapter(network("resnet_gn"), fata.Tent(), params=["layer2.0.norm1", "fc.bias"])
-    assert only.adapted == ["layer2.0.norm1.weight", "layer2.0.norm1.bias", "fc.bias"]
+    assert only.trainable == ["layer2.0.norm1.weight", "layer2.0.norm1.bias", "fc.bias"]
     only(images(8))
     moved = dict(only.model.named_parameters())
     source = dict(network("resnet_gn").named_parameters())
-    assert {n for n in moved if not torch.equal(moved[n], source[n])} == set(only.adapted)
+    assert {n for n in moved if not torch.equal(moved[n], source[n])} == set(only.trainable)
 
 
 def test_two_seeds_draw_differently():
@@ -421,10 +421,10 @@ def test_tied_and_whole_number_parameters():
         def forward(self, x):
             return self.head(self.again(self.first(self.norm(x))))
 
-    for params in ("all", "every"):
+    for params in ("norm", "every"):
         adapted = fata.Adapter(Tied(), fata.Tent(), params=params, lr=0.1)
-        assert "steps" not in adapted.adapted
-        assert [n for n in adapted.adapted if "norm" in n or "again" in n] == [
+        assert "steps" not in adapted.trainable
+        assert [n for n in adapted.trainable if "norm" in n or "again" in n] == [
             "norm.weight",
             "norm.bias",
         ]
@@ -624,7 +624,7 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
     model = layered()
     model.unused = nn.LayerNorm(3)
     model.forward = lambda x: nn.Sequential(*list(model)[:-1])(x)
-    adapted = fata.adapt(model, "tent", params="all", lr=1.0)
+    adapted = fata.adapt(model, "tent", params="norm", lr=1.0)
     with pytest.warns(RuntimeWarning, match="2 of 4 parameters .*'unused.weight'"):
         adapted(torch.rand(8, 3, 2, 2))
     adapted(torch.rand(8, 3, 2, 2))
@@ -656,7 +656,7 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
         ("fata", {"bn_stats": "both"}, r"choose one of 'separate', 'joint'"),
         ("fata", {"layer": "layer5"}, r"no such module in ResNet. Did you mean 'layer"),
         ("memo", {"optimizer": "adam"}, r"choose 'auto', 'sgd' or 'adamw'"),
-        ("tent", {"params": "some"}, r"params='some': choose one of 'all', 'truncated'"),
+        ("tent", {"params": "some"}, r"params='some': choose one of 'norm', 'norm-truncated'"),
         ("tent", {"params": ["layer9"]}, r"'layer9' is no parameter and no module.*Known"),
         ("tent", {"params": []}, r"name at least one"),
         ("tent", {"fisher_data": []}, r"Tent\(\) has no Fisher penalty"),

@@ -8,7 +8,8 @@ import torch
 
 import fata
 from fata.methods.base import Batch
-from fata.methods.fata import channel_axis, channel_mean
+from fata.methods.fata import channel_mean
+from fata.network.tap import channel_axis
 from fata.testing.checks import Case, network
 from precision import DOUBLE
 
@@ -23,8 +24,10 @@ def paper(z, alpha, beta, average, ema, spread):
     return alpha[wide] * z + (average * (beta - alpha) * mu)[wide], average
 
 
-def given(alpha, beta):
-    return lambda rows, channels: (torch.from_numpy(alpha), torch.from_numpy(beta))
+def perturbed(plugin, z, axis, memory, generator=None):
+    """The perturbation of a batch by the plug-in's own noise."""
+    noise = plugin.draw(len(z), z.shape[axis], generator, z.device)
+    return plugin.perturb(z, axis, memory, noise)
 
 
 @pytest.mark.parametrize("spread", ["std", "variance"])
@@ -36,8 +39,9 @@ def test_augmentation_is_the_papers_equation(spread, ema):
         z = rng.normal(size=(5, 6, 3, 2)) * np.arange(1, 7)[None, :, None, None]
         alpha, beta = rng.normal(1, 1, size=(2, 5, 6))
         expected, average = paper(z, alpha, beta, average, ema, spread)
-        plugin = fata.Fata(spread=spread, ema=ema, noise=given(alpha, beta))
-        perturb = plugin.perturb(torch.from_numpy(z), 1, memory, None)
+        plugin = fata.Fata(spread=spread, ema=ema)
+        noise = [torch.from_numpy(part) for part in (alpha, beta)]
+        perturb = plugin.perturb(torch.from_numpy(z), 1, memory, noise)
         memory = plugin.observe(perturb, memory)
         np.testing.assert_allclose(perturb(torch.from_numpy(z)).numpy(), expected, **DOUBLE)
     assert ("delta" in memory) == (ema is not None)
@@ -50,16 +54,16 @@ def test_channels_last_and_tokens_equal_the_map(shape):
     z = torch.randn(shape, generator=generator).double()
     alpha, beta = 1 + torch.randn(2, 4, 6, generator=generator).double()
     plugin = fata.Fata(noise=lambda rows, channels: (alpha, beta))
-    last = plugin.perturb(z, z.ndim - 1, {}, None)(z)
+    last = perturbed(plugin, z, z.ndim - 1, {})(z)
     as_map = z.movedim(-1, 1).reshape(4, 6, -1, 1)
-    expected = plugin.perturb(as_map, 1, {}, None)(as_map).reshape(4, 6, *shape[1:-1])
+    expected = perturbed(plugin, as_map, 1, {})(as_map).reshape(4, 6, *shape[1:-1])
     torch.testing.assert_close(last, expected.movedim(1, -1), **DOUBLE)
 
 
 def test_noise_has_the_given_deviation_and_is_drawn_per_row_and_channel():
     z = torch.ones(400, 50, 1, 1)
     generator = torch.Generator().manual_seed(0)
-    perturb = fata.Fata(sigma=0.3).perturb(z, 1, {}, generator)
+    perturb = perturbed(fata.Fata(sigma=0.3), z, 1, {}, generator)
     count = 400 * 50
     for noise in (perturb.alpha, perturb.beta):
         assert noise.shape == (400, 50)
@@ -72,13 +76,13 @@ def test_noise_has_the_given_deviation_and_is_drawn_per_row_and_channel():
 
 def test_no_noise_is_no_perturbation():
     z = torch.randn(3, 4, 2, 2, generator=torch.Generator().manual_seed(0)).double()
-    perturb = fata.Fata(sigma=0.0).perturb(z, 1, {}, torch.Generator().manual_seed(0))
+    perturb = perturbed(fata.Fata(sigma=0.0), z, 1, {}, torch.Generator().manual_seed(0))
     torch.testing.assert_close(perturb(z), z, **DOUBLE)
 
 
 def test_one_row_has_delta_one_half_and_leaves_the_average_alone():
     plugin, memory = fata.Fata(), {"delta": torch.tensor([0.1, 1.0])}
-    perturb = plugin.perturb(torch.randn(1, 2, 3, 3), 1, memory, torch.Generator())
+    perturb = perturbed(plugin, torch.randn(1, 2, 3, 3), 1, memory, torch.Generator())
     assert perturb.delta.tolist() == [0.5, 0.5]
     assert plugin.observe(perturb, memory) is memory
 
@@ -86,9 +90,9 @@ def test_one_row_has_delta_one_half_and_leaves_the_average_alone():
 def test_gradient_flows_through_z_and_mu_but_not_through_delta():
     generator = torch.Generator().manual_seed(0)
     z = torch.randn(4, 3, 2, 2, generator=generator, dtype=torch.double)
-    perturb = fata.Fata().perturb(z, 1, {}, generator)
+    perturb = perturbed(fata.Fata(), z, 1, {}, generator)
     assert torch.autograd.gradcheck(perturb, z.clone().requires_grad_())  # delta held fixed
-    assert not fata.Fata().perturb(z.requires_grad_(), 1, {}, generator).delta.requires_grad
+    assert not perturbed(fata.Fata(), z.requires_grad_(), 1, {}, generator).delta.requires_grad
 
 
 def test_noise_is_asked_once_a_batch_for_every_row():

@@ -617,6 +617,6 @@ def test_wrong_input_is_told_with_exit_code_2(tmp_path, monkeypatch, arguments, 
 def test_each_set_of_parameters_has_its_own_fisher(monkeypatch):
     monkeypatch.setattr("fata.bench.run.runner.FISHER_IMAGES", 8)
     workshop = Workshop()
-    for fields in ({}, {"params": "truncated"}):
+    for fields in ({}, {"params": "norm-truncated"}):
         cell = Cell("mini_resnet_bn", "embedded", "normal", ("fog",), 5, "eata", 0, 4, 4, fields)
         assert workshop.run(cell, lambda *_: None)["counts"]["seen"] == 4

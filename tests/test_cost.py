@@ -94,7 +94,7 @@ def test_by_hand():
     forward = first + norm1 + second + norm2 + head
     images = torch.rand(3, 3, 8, 8)
 
-    adapter = fata.adapt(model, "tent+fata", params="all", layer="3")
+    adapter = fata.adapt(model, "tent+fata", params="norm", layer="3")
     whole, tail = passes(adapter, images)
     assert whole == Macs(forward, norm1 + second + 2 * norm2 + head)
     assert tail == Macs(norm2 + head, 2 * norm2 + head)
@@ -180,7 +180,7 @@ def test_rows_of_methods_that_select_nothing_or_all(spec):
 @pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("spec", SELECTIVE)
 def test_where_nothing_is_selected_a_pass_is_all(spec, coupled):
-    none = {"rows_tail": 0, "rows_backward": 0, "rows_witness": 0}
+    none = {"rows_tail": 0, "rows_backward": 0, "rows_source": 0}
     assert rows(spec, 0.0, coupled) == {"rows_forward": 1, **none}
 
 

@@ -13,15 +13,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten
 
 import fata
-from fata.adapter import default_speed
 from fata.bench.run.measure import Clock
+from fata.engine.arguments import default_speed
+from fata.engine.engine import Engine
 from fata.engine.fast import bfloat16 as half
-from fata.engine.fast import decompositions
-from fata.engine.fast import engine as fast
-from fata.engine.fast import programs as program
+from fata.engine.fast import captured, decompositions, trees
+from fata.engine.fast import execution as fast
+from fata.engine.state import Moving, Terms
 from fata.guard.policy import Watched
 from fata.methods import SPECS
 from fata.methods.fata import Perturb
@@ -77,23 +77,23 @@ def quiet():
 @pytest.fixture
 def full_precision(monkeypatch):
     """Programs as they are recorded, but not in bfloat16, in which a row may miss a threshold."""
-    monkeypatch.setattr(fast, "halves", lambda *_: ())
+    monkeypatch.setattr(fast, "half_weights", lambda *_: ())
 
 
-def forget_but_pad(engine, forget=fast.FastEngine._forget):
-    forget(engine)
-    engine._pads = True
+def forget_but_capture(execution, forget=fast.Fast.forget):
+    forget(execution)
+    execution._captures = True
 
 
-def forget_but_stay_large(engine):
-    forget_but_pad(engine)
-    engine._large = True
+def forget_but_stay_large(execution):
+    forget_but_capture(execution)
+    execution._large = True
 
 
 @pytest.fixture(autouse=True)
 def padded(monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_pad)
+    monkeypatch.setattr(fast.Fast, "forget", forget_but_capture)
 
 
 def batches(device, dtype=torch.float32):
@@ -143,10 +143,10 @@ def test_without_padding_it_is_the_same(net, spec, monkeypatch):
     """As on a CPU, where nothing is recorded."""
     fields = half_of_the_rows(net, spec)
     padded = run(net, spec, "fast", "cpu", **fields)
-    assert padded[0]._engine._pads
+    assert padded[0]._engine.execution._captures
     monkeypatch.undo()
     plain = run(net, spec, "fast", "cpu", **fields)
-    assert not plain[0]._engine._pads
+    assert not plain[0]._engine.execution._captures
     same(padded, plain)
 
 
@@ -187,7 +187,7 @@ def test_half_precision_is_as_exact_as_it_can_be(net, spec, device, monkeypatch)
     """Every step from the same weights: logits and updates err as rounding to bfloat16 does."""
     if device == "cpu":
         monkeypatch.undo()
-    monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: True)
     monkeypatch.setattr(half, "WIDE", 0)
     model = build(net).to(device)
     fields = {"lr": 0.01, "guard": None, "fata_threshold": 1.0, **EVERY_ROW[spec]}
@@ -204,7 +204,7 @@ def test_half_precision_is_as_exact_as_it_can_be(net, spec, device, monkeypatch)
             dtype = adapter._engine.state.theta.dtype
             found.append(adapter(images.to(dtype)))
             moved.append(adapter._engine.state.theta - before)
-    assert halved._engine._halves
+    assert halved._engine.execution._halves
     assert all(parameter.dtype == torch.float32 for parameter in halved.model.parameters())
     assert all((found != found.bfloat16()).any() for found in answers[0])  # the head is in full
     assert halved.counts["selected"] == exact.counts["selected"]
@@ -217,11 +217,11 @@ def test_half_precision_is_as_exact_as_it_can_be(net, spec, device, monkeypatch)
 def test_half_precision_only_where_a_cpu_gains_from_it(unit, wide, monkeypatch):
     """It has a unit for it, and the network is wide enough; else all is in full precision."""
     monkeypatch.undo()
-    monkeypatch.setattr(half, "has_matrix_unit", lambda: unit)
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: unit)
     monkeypatch.setattr(half, "WIDE", wide)
     adapter = fata.adapt(build("resnet_gn"), "tent", speed="fast", guard=None)
     logits = adapter(batches("cpu")[0])
-    assert not adapter._engine._halves
+    assert not adapter._engine.execution._halves
     with torch.no_grad():
         expected = build("resnet_gn").double().eval()(batches("cpu", torch.float64)[0])
     rounded = in_bfloat16(build("resnet_gn")).eval()(batches("cpu", torch.float64)[0])
@@ -250,7 +250,7 @@ class Heads(torch.nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_whatever_gives_logits_is_in_full(device, monkeypatch):
-    monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: True)
     monkeypatch.setattr(half, "WIDE", 0)
     torch.manual_seed(0)
     adapter = fata.adapt(Heads().to(device), "tent", speed="fast", guard=None)
@@ -259,8 +259,8 @@ def test_whatever_gives_logits_is_in_full(device, monkeypatch):
         logits = adapter(images)
         assert (logits != logits.bfloat16()).any()
     heads = {adapter.model.one, adapter.model.other}
-    assert set(adapter._engine._heads) == heads
-    assert {layer for layer, _, _ in adapter._engine._halves} == {
+    assert set(adapter._engine.execution._heads) == heads
+    assert {layer for layer, _, _ in adapter._engine.execution._halves} == {
         adapter.model.body[0],
         adapter.model.body[2],
     }
@@ -270,8 +270,8 @@ def test_the_last_layer_in_a_pass_gives_logits_even_before_they_are_averaged():
     """As of a network that ends in a convolution."""
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 10, 1))
     images = torch.rand(2, 3, 8, 8)
-    assert half.heads_of(model, lambda: model(images).mean((2, 3))) == [model[1]]
-    assert half.heads_of(model.half(), lambda: model(images.half()).mean((2, 3))) == []
+    assert half.logit_layers(model, lambda: model(images).mean((2, 3))) == [model[1]]
+    assert half.logit_layers(model.half(), lambda: model(images.half()).mean((2, 3))) == []
     assert not any(layer._forward_hooks for layer in model)
 
 
@@ -300,7 +300,7 @@ def test_attention_as_products_is_attention(options):
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_are_elsewhere_by_now_are_found(device, monkeypatch):
     """As after `model.half()` or `.to(memory_format=...)` on the model inside an adapter."""
-    monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: True)
     monkeypatch.setattr(half, "WIDE", 0)
     answers, images = [], batches(device)[0]
     for speed in ("exact", "fast"):
@@ -319,7 +319,7 @@ def test_weights_that_are_elsewhere_by_now_are_found(device, monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_are_loaded_into_the_model_answer(device, monkeypatch):
     """Not old copies of them in bfloat16."""
-    monkeypatch.setattr(half, "has_matrix_unit", lambda: True)
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: True)
     monkeypatch.setattr(half, "WIDE", 0)
     adapter = fata.adapt(build("resnet_gn").to(device), "tent", speed="fast", lr=1e-9, guard=None)
     images = batches(device)[0]
@@ -337,7 +337,7 @@ def test_batches_of_many_sizes_keep_few_programs():
     adapter = fata.adapt(build("resnet_gn"), "eata+fata", speed="fast", **fields)
     for size in range(1, 70):
         adapter(torch.rand(size, 3, 8, 8))
-    assert len(adapter._engine._programs) == fast.MOST
+    assert len(adapter._engine.execution._cache) == fast.MOST
 
 
 class Random(fata.Method):
@@ -352,11 +352,11 @@ class Random(fata.Method):
 
 def test_a_method_that_draws_must_say_so():
     adapter = fata.Adapter(build("resnet_gn"), Random(), speed="fast")
-    with pytest.raises(RuntimeError, match="looks = True"):
+    with pytest.raises(RuntimeError, match="select_runs_model = True"):
         adapter(batches("cpu")[0])
 
     class Honest(Random):
-        looks = True
+        select_runs_model = True
 
     rows = []
     for speed in ("exact", "fast"):
@@ -372,11 +372,11 @@ def test_a_method_may_look_and_climb():
 
     class Careful(fata.Sar):
         name = "careful"
-        looks = True
+        select_runs_model = True
 
         def select(self, batch, memory):
             found = super().select(batch, memory)
-            return found.among(batch.look(batch.images.flip(3)).argmax(1) == batch.pseudo_label)
+            return found.among(batch.predict(batch.images.flip(3)).argmax(1) == batch.pseudo_label)
 
     runs = []
     for speed in ("exact", "fast"):
@@ -406,12 +406,12 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
     fields = half_of_the_rows(net, spec)
     expected = run(net, spec, "fast", "cpu", **fields)
     whole = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(program.torch, "compile", whole)
-    monkeypatch.setattr(program, "OFTEN", 2)
+    monkeypatch.setattr(captured.torch, "compile", whole)
+    monkeypatch.setattr(captured, "OFTEN", 2)
     compiled = []
-    plain = program.compiled
-    monkeypatch.setattr(program, "compiled", lambda *a: compiled.append(a) or plain(*a))
-    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
+    plain = captured.compiled
+    monkeypatch.setattr(captured, "compiled", lambda *a: compiled.append(a) or plain(*a))
+    monkeypatch.setattr(fast.Fast, "forget", forget_but_stay_large)
     found = run(net, spec, "fast", "cpu", **fields)
     same(expected, found)
     assert len(compiled) >= 2
@@ -422,10 +422,10 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
 def test_rows_go_through_a_program_that_is_compiled_and_has_room(monkeypatch):
     """Another would stall the stream for as long as it takes to compile."""
     compiled = []
-    monkeypatch.setattr(program, "OFTEN", 1)
+    monkeypatch.setattr(captured, "OFTEN", 1)
     monkeypatch.setattr(fast, "RARE", 1)
-    monkeypatch.setattr(program, "compiled", lambda f, given: compiled.append(len(given[0])) or f)
-    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
+    monkeypatch.setattr(captured, "compiled", lambda f, given: compiled.append(len(given[0])) or f)
+    monkeypatch.setattr(fast.Fast, "forget", forget_but_stay_large)
     images = torch.rand(64, 3, 16, 16, generator=torch.Generator().manual_seed(3)).double()
     found, order = entropy(build("resnet_gn").double().eval()(images)).sort()
     sure, unsure = images[order[:32]], images[order[32:]]
@@ -446,34 +446,34 @@ def test_rows_go_through_a_program_that_is_compiled_and_has_room(monkeypatch):
 
 def test_no_program_has_more_rows_than_the_batch():
     """A look of a method's own may have; BatchNorm would count the padding."""
-    engine = fata.adapt(build("resnet_bn"), "deyo", speed="fast", guard=None)._engine
+    engine = fata.adapt(build("resnet_bn"), "deyo", speed="fast", guard=None)._engine.execution
     compiled = SimpleNamespace(compiled=True)
     engine._rows = 8
-    engine._programs = {n: fast.Ran(compiled, n, ("look", 8)) for n in (6, 8, 16)}
-    assert engine._roomy(5, "look") == [6, 8]
-    assert engine._roomy(8, "look") == [8]
-    assert not engine._size(0, "look")
+    engine._cache = {n: fast.Cached(compiled, n, ("predict", 8)) for n in (6, 8, 16)}
+    assert engine._roomy(5, "predict") == [6, 8]
+    assert engine._roomy(8, "predict") == [8]
+    assert not engine._size(0, "predict")
 
 
 def test_rows_whose_own_program_was_recorded_go_through_no_larger_one():
     """Than one that is as fast; others do, while they are rare."""
-    engine = fata.adapt(build("resnet_gn"), "deyo", speed="fast", guard=None)._engine
+    engine = fata.adapt(build("resnet_gn"), "deyo", speed="fast", guard=None)._engine.execution
     engine._rows = 16
     for rows, compiled in ((3, False), (8, True)):
         program = SimpleNamespace(compiled=compiled)
-        engine._programs[rows] = fast.Ran(program, rows, ("look", 16))
-    assert engine._roomy(2, "look") == [8]
-    assert engine._roomy(3, "look") == []
-    assert engine._roomy(4, "look") == [8]
+        engine._cache[rows] = fast.Cached(program, rows, ("predict", 16))
+    assert engine._roomy(2, "predict") == [8]
+    assert engine._roomy(3, "predict") == []
+    assert engine._roomy(4, "predict") == [8]
 
 
 @pytest.mark.slow
 def test_a_copy_has_programs_of_its_own(monkeypatch):
     """A recorded or compiled program knows where the weights of its own model are."""
     whole = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(program.torch, "compile", whole)
-    monkeypatch.setattr(program, "OFTEN", 2)
-    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
+    monkeypatch.setattr(captured.torch, "compile", whole)
+    monkeypatch.setattr(captured, "OFTEN", 2)
+    monkeypatch.setattr(fast.Fast, "forget", forget_but_stay_large)
     model = build("resnet_bn").double()
     adapter = fata.adapt(model, "tent", speed="fast", lr=0.01, guard=None)
     images = batches("cpu", torch.float64)[:2]
@@ -488,7 +488,7 @@ def test_a_copy_has_programs_of_its_own(monkeypatch):
 def test_programs_end_with_their_adapter(how):
     """Not some time later: on a GPU they hold memory."""
     adapter, _ = run("resnet_gn", "tent", "fast", "cpu")
-    held = [weakref.ref(ran.program) for ran in adapter._engine._programs.values()]
+    held = [weakref.ref(one.function) for one in adapter._engine.execution._cache.values()]
     gc.disable()
     try:
         if how == "unwrap":
@@ -506,8 +506,7 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
         yield
         raise RuntimeError("the device refused it")
 
-    _, spec = tree_flatten((torch.ones(2),))
-    one = program.Program(torch.neg, spec, None, program.Pools(), "", False)
+    one = captured.CapturedFunction(torch.neg, (None,), None, captured.MemoryPools(), "", False)
     one._graph, one._inputs, one._outputs = before = (object(), [torch.ones(2)], [torch.ones(2)])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refused)
@@ -515,8 +514,8 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    with pytest.warns(UserWarning, match="cannot be recorded"):
-        one._record([torch.zeros(2)])
+    with pytest.warns(UserWarning, match="cannot be captured"):
+        one._capture([torch.zeros(2)])
     found = one._graph, one._inputs, one._outputs
     assert all(a is b for a, b in zip(found, before, strict=True))
 
@@ -536,7 +535,7 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
 def test_what_waits_is_not_recorded(wait, what, device):
     with (
         pytest.raises(RuntimeError, match=f"{what}.* waits"),
-        program.Waiting(torch.device(device)),
+        captured.NoWait(torch.device(device)),
     ):
         wait(torch.rand(4, 4, device=device))
 
@@ -544,7 +543,7 @@ def test_what_waits_is_not_recorded(wait, what, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_wait_is(device):
     x = torch.rand(4, 4, device=device)
-    with program.Waiting(torch.device(device)):
+    with captured.NoWait(torch.device(device)):
         y = x[torch.arange(2, device=device)] * torch.zeros(4, device=device)
         y[y > 1] = torch.zeros((), device=device)
     assert not y.any()
@@ -557,7 +556,7 @@ def test_a_model_that_waits_adapts_without_being_recorded(device):
     model.register_forward_hook(lambda *given: given[2] * (given[2].max().item() < 1e6))
     adapter = fata.adapt(model, "tent", speed="fast", guard=None)
     stream, images = torch.cuda.current_stream(), batches(device)[0]
-    with pytest.warns(UserWarning, match="cannot be recorded.*waits"):
+    with pytest.warns(UserWarning, match="cannot be captured.*waits"):
         [adapter(images) for _ in range(3)]
     assert torch.cuda.current_stream() == stream
     torch.cuda.empty_cache()
@@ -565,7 +564,7 @@ def test_a_model_that_waits_adapts_without_being_recorded(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other, _ = run("resnet_gn", "tent", "fast", device, torch.float32, guard=None)
-    assert any(ran.program._graph for ran in other._engine._programs.values())
+    assert any(one.function._graph for one in other._engine.execution._cache.values())
 
 
 def test_compiling_that_was_interrupted_begins_anew(monkeypatch, caplog, capsys):
@@ -577,10 +576,10 @@ def test_compiling_that_was_interrupted_begins_anew(monkeypatch, caplog, capsys)
 
     tries = []
     caplog.set_level("INFO", "fata")
-    monkeypatch.setattr(program, "OFTEN", 2)
-    monkeypatch.setattr(program, "compiled", interrupted)
-    given, spec = tree_flatten((torch.ones(2),))
-    one = program.Program(torch.neg, spec, None, program.Pools(), "all", True)
+    monkeypatch.setattr(captured, "OFTEN", 2)
+    monkeypatch.setattr(captured, "compiled", interrupted)
+    given = [torch.ones(2)]
+    one = captured.CapturedFunction(torch.neg, (None,), None, captured.MemoryPools(), "all", True)
     one(given)
     with pytest.raises(KeyboardInterrupt):
         one(given)
@@ -608,7 +607,7 @@ class Caching(torch.nn.Module):
 def test_what_a_recording_reads_is_held():
     model, images = Caching(), batches("cpu")[0]
     model(images)
-    with program.Found() as found, torch.no_grad():
+    with captured.ExternalMemory() as found, torch.no_grad():
         model(images)
     places = {t.untyped_storage().data_ptr() for t in (images, model.kept[1])}
     places |= {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -633,7 +632,7 @@ def test_a_model_may_drop_what_it_kept_for_a_size(device, full_precision):
 
 def test_a_pool_ends_with_the_last_recording_in_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    pools = program.Pools()
+    pools = captured.MemoryPools()
     one, two = pools.of(compiled=False), pools.of(compiled=True)
     assert pools.of(compiled=False) is one is not two
     before = one.handle
@@ -644,7 +643,7 @@ def test_a_pool_ends_with_the_last_recording_in_it(monkeypatch):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_batch_is_put_once_for_all_that_read_it(device):
-    kept, (first, second, _) = program.Kept(), batches(device)[:3]
+    kept, (first, second, _) = captured.StaticInputs(), batches(device)[:3]
     place = kept.put(first, large=True)
     assert place is kept.put(second, large=False)
     assert place in kept
@@ -659,10 +658,11 @@ def test_a_batch_is_put_once_for_all_that_read_it(device):
 
 def test_what_is_not_recorded_gives_away_nothing_that_is_kept():
     """A method may keep images, which the next batch would overwrite."""
-    kept, images = program.Kept(), torch.rand(4, 3)
+    kept, images = captured.StaticInputs(), torch.rand(4, 3)
     place = kept.put(images, large=False)
-    _, spec = tree_flatten((place,))
-    one = program.Program(lambda x: [x, x[:2]], spec, None, program.Pools(), "", False, kept)
+    one = captured.CapturedFunction(
+        lambda x: [x, x[:2]], (None,), None, captured.MemoryPools(), "", False, kept
+    )
     given = one([place])
     kept.put(torch.zeros_like(images), large=False)
     assert torch.equal(given[0], images)
@@ -684,7 +684,7 @@ def test_tensors_of_all_kinds_are_copied(device):
     into = [torch.zeros_like(one) for one in given]
     into[0] = into[0].contiguous(memory_format=torch.channels_last)
     stays = torch.ones(2, device=device)
-    program.copy([*into, stays], [*given, stays])
+    captured.copy([*into, stays], [*given, stays])
     for own, new in zip(into, given, strict=True):
         assert torch.equal(own, new)
     assert torch.equal(stays, torch.ones_like(stays))
@@ -754,43 +754,52 @@ def test_the_way_back_through_a_convolution(device, fields, as_matrices, adapts)
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
     """Programs move to other memory, one by one, and new ones come to what the last has left."""
-    monkeypatch.setattr(program, "OFTEN", 4)
-    monkeypatch.setattr(fast.FastEngine, "_forget", forget_but_stay_large)
-    monkeypatch.setattr(program, "compiled", lambda function, given: function)
+    monkeypatch.setattr(captured, "OFTEN", 4)
+    monkeypatch.setattr(fast.Fast, "forget", forget_but_stay_large)
+    monkeypatch.setattr(captured, "compiled", lambda function, given: function)
     adapter = fata.adapt(build("resnet_gn").to(device), "tent", speed="fast", guard=None)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for size in (16, 8, 12):
             for _ in range(6):
                 adapter(batches(device)[0][:size])
-    again = [ran.program for ran in adapter._engine._programs.values() if ran.program._calls > 1]
+    functions = [one.function for one in adapter._engine.execution._cache.values()]
+    again = [one for one in functions if one._calls > 1]
     assert again
     assert all(one._graph is not None for one in again)
 
 
-def test_trees_are_flattened_as_torch_does():
+def test_trees_are_flattened_and_rebuilt():
+    """Trees that one capture cannot serve differ in what else than tensors they are."""
     a, b, c, d, e = torch.rand(5, 2)
     perturb, some = Perturb(a, b, c, 1, True), Selection(b > 0, c)
-    trees = [
-        (perturb, {"z": d, "a": e}, []),
-        (perturb, {"a": d, "z": e}, []),
-        (perturb, {"z": d}, [e]),
-        (perturb, {}, [d, e]),
-        (perturb, {}, []),
-        (replace(perturb, axis=2), {}, []),
-        (replace(perturb, delta=c.double()), {}, []),
-        (replace(perturb, delta=c[:1]), {}, []),
-        (fast.Terms(fast._blind(a, b), some, some), fast.Moving(a, b, c)),
-        fast.Told(a, b, c, some, some, [perturb]),
+    cases = [
+        ((perturb, {"z": d, "a": e}, []), [a, b, c, d, e]),
+        ((perturb, {"a": d, "z": e}, []), [a, b, c, d, e]),
+        ((perturb, {"z": d}, [e]), [a, b, c, d, e]),
+        ((perturb, {}, [d, e]), [a, b, c, d, e]),
+        ((perturb, {}, []), [a, b, c]),
+        ((replace(perturb, axis=2), {}, []), [a, b, c]),
+        ((replace(perturb, delta=c.double()), {}, []), None),
+        ((replace(perturb, delta=c[:1]), {}, []), None),
+        (
+            (Terms(trees.batch_of(a, b), some, some), Moving(a, b, c)),
+            [a, b, some.rows, c, some.rows, c, a, b, c],
+        ),
+        (fast.Outcome(a, b, c, some, some, [perturb]), [a, b, c, *[some.rows, c] * 2, a, b, c]),
     ]
-    programs = set()
-    for tree in trees:
-        tensors, alike = [], []
-        fast.flatten(tree, tensors, alike)
-        theirs, _ = tree_flatten(tree)
-        assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in theirs]
-        programs.add(tuple(alike))
-    assert len(programs) == len(trees)
+    signatures = set()
+    for tree, expected in cases:
+        tensors, signature = [], []
+        trees.flatten(tree, tensors, signature)
+        if expected is not None:
+            assert [id(tensor) for tensor in tensors] == [id(tensor) for tensor in expected]
+        again, same_signature = [], []
+        trees.flatten(trees.rebuild(trees.structure(tree), iter(tensors)), again, same_signature)
+        assert [id(tensor) for tensor in again] == [id(tensor) for tensor in tensors]
+        assert same_signature == signature
+        signatures.add(tuple(signature))
+    assert len(signatures) == len(cases)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -822,7 +831,7 @@ def test_garbage_stays_while_a_program_is_recorded(device):
     dropped = weakref.ref(adapter)
     del adapter
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it says so where it cannot be recorded
+        warnings.simplefilter("error")  # it says so where it cannot be captured
         for images in batches(device)[:3]:
             again(images)
     gc.collect()
@@ -863,21 +872,21 @@ def test_a_step_waits_where_it_must_alone(net, spec, guard, device, monkeypatch)
 
         monkeypatch.setattr(kind, name, waiting)
 
-    may_wait(fast.FastEngine, "_counted")
+    may_wait(Engine, "_rows")
     if spec == "sar+fata":
-        may_wait(fast.FastEngine, "_recover")
+        may_wait(Engine, "_recover")
     if spec == "deyo+fata":
         may_wait(torch.Tensor, "nonzero")
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-    looked = engine.state.counts.get("rows_witness", 0)
+    looked = engine.state.counts.get("rows_source", 0)
     try:
         torch.cuda.set_sync_debug_mode("error")
         with torch.inference_mode(False), torch.enable_grad():
             engine.step(images)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert engine.state.counts.get("rows_witness", 0) == looked
-    rows = [] if net == "resnet_bn" and spec[:4] in ("tent", "eata") else ["_counted"]
+    assert engine.state.counts.get("rows_source", 0) == looked
+    rows = [] if net == "resnet_bn" and spec[:4] in ("tent", "eata") else ["_rows"]
     more = {"sar+fata": [*rows, "_recover"], "deyo+fata": ["nonzero", *rows]}
     assert waits == more.get(spec, rows)
 
@@ -893,22 +902,22 @@ def test_joint_statistics(spec):
     "spec", [s for s in SPECS if s[:4] in ("eata", "sar", "sar+", "deyo", "memo", "cott")]
 )
 def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
-    plain, inside = program.Program._plain, []
+    plain, inside = captured.CapturedFunction._plain, []
 
     def recorded(self, *given):
         assert not inside
         inside.append(self)
         try:
-            with program.Found(), program.Waiting(given[0].device):
+            with captured.ExternalMemory(), captured.NoWait(given[0].device):
                 return plain(self, *given)
         finally:
             inside.pop()
 
-    monkeypatch.setattr(program.Program, "_plain", recorded)
+    monkeypatch.setattr(captured.CapturedFunction, "_plain", recorded)
     own = {"memo": {"views": 2}, "cotta": {"views": 2}}
     fields = own[spec] if spec in own else half_of_the_rows(net, spec)
     adapter, _ = run(net, spec, "fast", "cpu", **fields)
-    assert adapter._engine._programs
+    assert adapter._engine.execution._cache
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -38,16 +38,20 @@ def fields_of(meta, tensors, step):
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def adapter_of(meta, tensors, step):
+SETS = {"all": "norm", "truncated": "norm-truncated"}  # as the traces call them
+
+
+def adapter_of(meta, tensors, step, speed):
     model = fata.tiny.build(meta["model"], meta["classes"])
     model.load_state_dict(prefixed(tensors, "model."))
     return fata.adapt(
         model,
         meta["case"],
         lr=meta["optimizer"]["lr"],
-        params=meta["params"],
+        params=SETS[meta["params"]],
         fisher_data=tensors.get("fisher_x") if meta.get("fisher_alpha") else None,
         guard=None,
+        speed=speed,
         **fields_of(meta, tensors, step),
     )
 
@@ -56,12 +60,15 @@ def test_all_traces_are_here():
     assert len(TRACES) == 34
 
 
+@pytest.mark.parametrize("speed", ["exact", "fast"])
 @pytest.mark.parametrize("share", [0.0, 1.0], ids=["selected-rows", "all-rows"])
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
-def test_trace(path, share):
+def test_trace(path, share, speed):
     meta, tensors = read(path)
     step = [0]
-    adapter = adapter_of(meta, tensors, step)
+    adapter = adapter_of(meta, tensors, step, speed)
+    if speed == "fast":
+        adapter._engine.execution._captures = True  # the functions of a GPU, here not captured
     for name, expected in prefixed(tensors, "fisher.").items():
         torch.testing.assert_close(adapter.fisher[name], expected, atol=1e-6, rtol=2e-3)
     for t, images in enumerate(tensors["x"]):
@@ -69,7 +76,7 @@ def test_trace(path, share):
         adapter._engine.state.share = share  # learn on the selected rows, or on all with a mask
         torch.testing.assert_close(adapter(images), tensors["logits"][t], **CLOSE)
     final = prefixed(tensors, "final.")
-    assert set(final) == set(adapter.adapted)
+    assert set(final) == set(adapter.trainable)
     moved = dict(adapter.unwrap().named_parameters())
     for name, expected in final.items():
         torch.testing.assert_close(moved[name].detach(), expected, **CLOSE)

@@ -15,7 +15,7 @@ import torch.multiprocessing as mp
 
 import fata
 from fata.bench.store import Store
-from fata.distributed.ranks import EVERY, GroupError
+from fata.distributed.group import EVERY, GroupError
 from fata.methods import SPECS
 from fata.methods.losses import entropy
 from fata.testing.checks import images, network

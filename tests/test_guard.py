@@ -747,9 +747,9 @@ def test_once_it_went_well_for_long_it_looks_half_as_often(monkeypatch, net, lon
     sign_is(monkeypatch, adapter)
     looked = []
     for images in batches(24, rows=BRIEF):
-        before = adapter.counts["rows_witness"]
+        before = adapter.counts["rows_source"]
         adapter(images)
-        looked.append(adapter.counts["rows_witness"] > before)
+        looked.append(adapter.counts["rows_source"] > before)
     assert [n for n, look in enumerate(looked) if look] == [*EARLY, 8, 16]
 
 
@@ -761,7 +761,7 @@ def test_many_answers_of_one_class_call_for_a_look(monkeypatch):
         adapter = fata.adapt(build("vit_ln"), "tent", guard=fata.Guard(every=50), lr=1e-6)
         for images in batches(20, rows=BRIEF):
             adapter(images)
-        looks[alarm] = adapter.counts["rows_witness"] // BRIEF
+        looks[alarm] = adapter.counts["rows_source"] // BRIEF
     assert looks[1.0] == len(EARLY)
     assert len(EARLY) < looks[0.0] <= 14
 
@@ -948,7 +948,7 @@ def test_a_guarded_cell_is_another_cell_and_tells_what_was_done():
     assert workshop.run(free, lambda *_: None)["guard"] is None
     result = workshop.run(guarded, lambda *_: None)
     assert [event["action"] for event in result["guard"]]
-    assert result["counts"]["rows_witness"] > 0
+    assert result["counts"]["rows_source"] > 0
 
 
 def test_a_copy_reads_no_number_that_is_still_on_its_way():

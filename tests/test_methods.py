@@ -375,7 +375,7 @@ def test_two_steps_of_cotta_written_out():
         in_double("vit_ln"), "cotta", lr=lr, decay=decay, restore=0.0, threshold=1.0, views=2,
         augment=augment, guard=None,
     )  # fmt: skip
-    names = adapter.adapted
+    names = adapter.trainable
     fixed = {n: p.detach() for n, p in net.named_parameters()}
     student = {n: fixed[n].clone() for n in names}
     teacher, velocity = dict(student), {n: torch.zeros_like(student[n]) for n in names}
@@ -487,7 +487,7 @@ def test_the_step_is_the_sum_of_the_hosts_and_fatas():
 def test_layers_left_out_collect_no_gradient():
     adapter = fata.adapt(network("resnet_gn"), "deyo+fata")
     trained = {n for n, p in adapter.model.named_parameters() if p.requires_grad}
-    assert trained == set(adapter.adapted)
+    assert trained == set(adapter.trainable)
     assert not any(name.startswith(("layer4", "conv", "fc")) for name in trained)
     run(adapter, "resnet_gn")
     assert all(p.grad is None for p in adapter.model.parameters())

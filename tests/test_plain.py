@@ -65,10 +65,10 @@ def test_the_same_updates(net, spec):
     if "tent" not in spec:
         assert all(0 < selected < seen for selected in some)  # else no filter was tried
     source, moved = build(net).state_dict(), plain.model.state_dict()
-    for name in ours.adapted:
+    for name in ours.trainable:
         step = ours.model.state_dict()[name] - source[name]
         torch.testing.assert_close(moved[name] - source[name], step, rtol=1e-6, atol=1e-7)
-    assert any((moved[name] - source[name]).abs().max() > 1e-3 for name in ours.adapted)
+    assert any((moved[name] - source[name]).abs().max() > 1e-3 for name in ours.trainable)
 
 
 def test_a_recovery_too():

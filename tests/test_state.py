@@ -101,7 +101,7 @@ def test_another_models_state_is_refused(saved):
 
 
 def test_other_parameters_layer_or_fisher_are_refused(saved, tmp_path):
-    refused(adapter(params="all"), saved, "adapts other parameters")
+    refused(adapter(params="norm"), saved, "adapts other parameters")
     refused(adapter(layer="layer2"), saved, "FATA at layer 'layer3'; this adapter taps 'layer2'")
     eata = adapter(spec="eata", fisher_data=[images(4)])
     eata.save(tmp_path / "eata")
@@ -110,7 +110,7 @@ def test_other_parameters_layer_or_fisher_are_refused(saved, tmp_path):
     refused(without, tmp_path / "eata", "with Fisher data, and this adapter was made without")
     refused(adapter(sigma=0.5), saved, "adapted with sigma=1.0; this adapter has sigma=0.5")
     refused(adapter(rho=0.1), saved, "adapted with rho=0.05; this adapter has rho=0.1")
-    more = adapter(params="all")
+    more = adapter(params="norm")
     more.save(tmp_path / "more")
     refused(adapter(), tmp_path / "more", "adapts other parameters")
 

@@ -129,7 +129,7 @@ def test_the_adversary_aims_at_the_model_as_it_stands(scene, monkeypatch, name, 
 
     monkeypatch.setattr(ordeals, "crafted", crafted)
     longer = Scene(NET, images=4 * BATCH)
-    adapter = fata.adapt(longer.loaded.model, "tent", lr=0.1, params="all", guard=None)
+    adapter = fata.adapt(longer.loaded.model, "tent", lr=0.1, params="norm", guard=None)
     theirs, ours = [], []
     for number, batch in enumerate(ORDEALS[name].stream(longer, adapter)):
         (theirs if number % 2 == first else ours).append(batch)

@@ -33,7 +33,7 @@ def test_a_users_own_small_network_adapts():
     adapter = fata.adapt(small(), "tent+fata", fata_threshold=1.0)
     assert adapter(torch.rand(4, 3, 12, 12)).shape == (4, 5)
     assert adapter.layer == "1"  # before the last stride, of what has parameters
-    assert adapter.adapted == ["1.weight", "1.bias"]
+    assert adapter.trainable == ["1.weight", "1.bias"]
     assert adapter.counts["stepped"] == 1
 
 

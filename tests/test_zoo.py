@@ -184,7 +184,7 @@ def test_one_step(name):
     assert adapted.counts["selected"] == {"tent": 3, "fata": 3}
     moved = {n for n, tensor in model.state_dict().items() if not torch.equal(tensor, before[n])}
     assert moved
-    assert moved <= set(adapted.adapted)
+    assert moved <= set(adapted.trainable)
     last = adapted._live().tap
     assert last.layer in fata.layers(model) or last.layer.rpartition(".")[0] in fata.layers(model)
 
@@ -196,16 +196,16 @@ def test_truncated_counts_of_the_papers_networks():
         ("vit_base_patch16_224", 25, 38_400),
     ):
         model = timm.create_model(name)
-        every = fata.Adapter(model, fata.Tent(), params="all")
-        assert (len(every.adapted), sum(every._live().theta.sizes)) == (2 * layers, parameters)
+        every = fata.Adapter(model, fata.Tent(), params="norm")
+        assert (len(every.trainable), sum(every._live().theta.sizes)) == (2 * layers, parameters)
         every.unwrap()
         fewer = fata.Adapter(model, fata.Tent())
         expected = (86, 30_592) if layers == 53 else (36, 27_648)
-        assert (len(fewer.adapted), sum(fewer._live().theta.sizes)) == expected
+        assert (len(fewer.trainable), sum(fewer._live().theta.sizes)) == expected
 
 
 def test_truncated_goes_by_depth_not_by_literal_names():
     """The last three blocks of 24 are left out, and blocks 9 to 11 are not."""
     model = timm.create_model("vit_tiny_patch16_224", depth=24, img_size=32)
-    blocks = {int(name.split(".")[1]) for name in fata.adapt(model, "tent").adapted}
+    blocks = {int(name.split(".")[1]) for name in fata.adapt(model, "tent").trainable}
     assert blocks == set(range(21))

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from fata.adapter import Adapter, adapt
     from fata.corruptions import corrupt
     from fata.data.streams import stream
-    from fata.distributed.ranks import GroupError
+    from fata.distributed.group import GroupError
     from fata.engine.checkpoint import StateError
     from fata.guard.policy import Guard
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent

@@ -138,10 +138,10 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
         share = 1.0
     dense = coupled or share >= DENSE
     first = math.ceil(share) if dense else share  # rows whose gradient is taken first
-    sharp = share if method.ascent is not None else 0.0  # and again, where SAM has climbed to
+    sharp = share if method.sam_rho is not None else 0.0  # and again, where SAM has climbed to
     look = share if isinstance(method, Deyo) else 0.0
     forward = 1 + look + (0 if dense else share) + sharp
-    learned = first if method.ascent is None else sharp
+    learned = first if method.sam_rho is None else sharp
     return _rows(forward, learned if plus else 0, first + sharp)
 
 
@@ -188,7 +188,7 @@ def _rows(forward: float, tail: float, backward: float) -> dict[str, float]:
         "rows_forward": forward,
         "rows_tail": tail,
         "rows_backward": backward,
-        "rows_witness": 0,
+        "rows_source": 0,
     }
 
 

@@ -29,7 +29,7 @@ def check(
     """
     import torch
 
-    from fata.methods.base import OwnStep
+    from fata.methods.base import CustomStep
     from fata.methods.fata import Fata
     from fata.testing import checks as battery
     from fata.zoo import tiny
@@ -38,7 +38,7 @@ def check(
     if unknown := [name for name in nets if name not in tiny.NAMES]:
         raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(tiny.NAMES)}")
     torch.set_num_threads(1)  # fastest for networks this small
-    variants: list[Fata | None] = [None] if isinstance(mine, OwnStep) else [None, Fata()]
+    variants: list[Fata | None] = [None] if isinstance(mine, CustomStep) else [None, Fata()]
     failures: dict[str, dict[str, list[str]]] = {}
     todo = [(c, p) for c in battery.CHECKS for p in variants]
     for one, plus in track(todo, "checking", console=console, transient=True):

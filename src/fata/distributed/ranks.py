@@ -1,33 +1,21 @@
-"""Several processes that adapt one model: each has its rows of every batch.
+"""The processes that adapt one model together, each with its rows of every batch.
 
-What the rows of a batch have in common (counts, means, deviations, the gradient) is summed over the
-ranks, so that all take the same step and hold the same bits. Every rank calls the adapter as often
-as the others do. One without rows passes a stand-in, a black image that counts nothing, so that all
-ranks meet at the same sums; and whatever decides whether there is a sum is itself such a sum.
+What the rows of a batch have in common (counts, means, deviations, the gradient) is all-reduced
+over the ranks, so that all take the same step and hold the same bits. `SingleRank` is one process
+with the whole batch; `group.py` has several. Every rank calls the adapter as often as the others
+do. One without rows passes a stand-in, a black image that counts nothing, so that all ranks meet at
+the same reductions; and whatever decides whether there is one is itself reduced.
 """
 
 from __future__ import annotations
 
-import hashlib
-import threading
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
-
-EVERY = 16  # batches between two looks at whether all ranks hold the same bits
-_BEAT = 0.25  # seconds between two signs of life
-_DEAD = 2.0  # seconds without one
-_ROWS = ("seen", "rows_forward", "rows_tail", "rows_backward", "rows_witness")  # counted by each
-
-
-class GroupError(RuntimeError):
-    """A rank is gone, or is not where the others are; nothing of this batch was learned."""
 
 
 class Shared(Protocol):
@@ -41,344 +29,136 @@ class Shared(Protocol):
     guard: dict[str, Tensor]
 
 
-class Alone:
-    """One process, which has all rows of a batch: nobody is asked for anything."""
+class Ranks(ABC):
+    """The ranks that share a batch, as one of them sees it."""
 
-    rank, size, sums = 0, 1, 0  # sums: that this rank came to
+    rank, size, sums = 0, 1, 0  # sums: reductions that this rank took part in
     real = True  # what is passed counts; false for a stand-in
 
-    def __deepcopy__(self, memo: object) -> Alone:
+    def __deepcopy__(self, memo: object) -> Ranks:
         """A copy of an adapter shares its batches with the same ranks."""
         return self
 
+    @abstractmethod
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over all ranks; no gradient flows through it."""
-        return tensor
 
+    @abstractmethod
     def numbers(self, *masks: Tensor) -> list[int]:
         """How many rows are true in each of some masks, over all ranks; waits for the device."""
-        return [int(mask.sum()) for mask in masks]
 
+    @abstractmethod
     def rows(self, here: int) -> int:
         """Rows of the batch over all ranks, of which there are so many here."""
-        return here
 
+    @abstractmethod
     def place(self, here: int) -> tuple[int, slice]:
         """Some rows of all ranks, so many of them here: how many there are, and which are here."""
-        return here, slice(None)
 
+    @abstractmethod
     def mean(self, values: Tensor) -> Tensor:
         """The mean over the rows of the batch."""
-        return values.mean(0)
 
-    def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Variance and mean over axes along which all ranks have values, and how many they are."""
-        var, mean = torch.var_mean(x, axes, correction=0)
-        return var, mean, mean.new_full((), x.numel() // mean.numel())
-
-    def deviation(self, rows: Tensor, squared: bool = False) -> Tensor:
-        """The unbiased deviation of each column over the rows of all ranks."""
-        return rows.var(0) if squared else rows.std(0)
-
-    def share(self, rows: int) -> slice:
-        """This rank's of some rows, split evenly."""
-        return slice(None)
-
-    def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
-        """A column on the host of which each rank has the rows `index`."""
-        return column
-
-    def standing_in(self) -> AbstractContextManager[None]:
-        """What is passed inside counts nothing."""
-        raise ValueError("a batch without rows")
-
-    def taking(self, index: Tensor) -> AbstractContextManager[Tensor]:
-        """Rows to pass; where there are none here, a stand-in."""
-        return nullcontext(index)
-
-    def meet(self, rows: int, others: int, state: Shared, learning: bool) -> tuple[int, int]:
-        """Rows of the batch that comes, over all ranks: those to learn from, and others."""
-        return rows, others
-
-    def tally(self, counts: dict[str, int | Tensor], before: Mapping[str, int | Tensor]) -> None:
-        """Make what was counted since `before` the count over all ranks."""
-
-    def tell(self, error: BaseException) -> None:
-        """Tell the others why this rank does not come."""
-
-
-ALONE = Alone()
-
-
-class Group(Alone):
-    """One of several ranks.
-
-    Args:
-        group: of `torch.distributed`; with another backend than gloo, what is asked on the host
-            goes through a gloo group of its own and waits for no device.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._device = self._host = group
-        if dist.get_backend(group) != "gloo":
-            ranks = dist.get_process_group_ranks(group)
-            host = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            assert isinstance(host, dist.ProcessGroup)  # this rank is one of them
-            self._host = host
-        self._rows = 0
-        self._life = _Life(group.group_name, self.rank, self.size)
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Alone:
-        """The one for these ranks, made once; a single one has nobody to ask."""
-        if group is None:
-            return ALONE
-        if not isinstance(group, dist.ProcessGroup):
-            raise TypeError(
-                f"group={group!r}: give a group of torch.distributed, such as "
-                f"torch.distributed.group.WORLD after init_process_group(...)."
-            )
-        if group not in _GROUPS:
-            _GROUPS[group] = cls(group) if dist.get_world_size(group) > 1 else ALONE
-        return _GROUPS[group]
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks; no gradient flows through it."""
-        return self._reduced(tensor.detach().clone(), self._device)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """What all ranks have, (ranks, ...), in their order."""
-        return self._gathered(tensor, self._device)
-
-    def numbers(self, *masks: Tensor) -> list[int]:
-        """How many rows are true in each of some masks, over all ranks; waits for the device."""
-        here = torch.stack([mask.sum() for mask in masks]).cpu()
-        numbers: list[int] = self._reduced(here, self._host).tolist()
-        return numbers
-
-    def rows(self, here: int) -> int:
-        """Rows of the batch over all ranks."""
-        return self._rows
-
-    def place(self, here: int) -> tuple[int, slice]:
-        """Some rows of all ranks, so many of them here: how many there are, and which are here."""
-        counts = self._gathered(torch.tensor(here * self.real), self._host).tolist()
-        first = sum(counts[: self.rank]) if self.real else 0
-        return sum(counts), slice(first, first + here)
-
-    def share(self, rows: int) -> slice:
-        """This rank's of some rows, split evenly; the first ranks have those left over."""
-        first, end = (-(-rows * rank // self.size) for rank in (self.rank, self.rank + 1))
-        return slice(first, end)
-
-    def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
-        """A column on the host of which each rank has the rows `index`."""
-        wide = torch.uint8 if column.dtype == torch.bool else column.dtype
-        there = torch.zeros(rows, dtype=wide).index_copy_(0, index, column.to(wide))
-        return self._reduced(there, self._host).to(column.dtype)
-
-    def mean(self, values: Tensor) -> Tensor:
-        """The mean over the rows of the batch."""
-        return self.sum(values.sum(0)) / self._rows
-
+    @abstractmethod
     def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Variance and mean over axes along which all ranks have values, and how many they are.
 
         The gradient flows back to the values of all ranks.
         """
-        var, mean = torch.var_mean(x, axes, correction=0)
-        values = x.numel() // mean.numel() if self.real else 0
-        here = torch.cat((mean, var, mean.new_full((1,), values)))
-        there: Tensor = _Gather.apply(here, self)
-        means, variances, counts = torch.split(there, [len(mean), len(var), 1], 1)
-        share = counts / counts.sum()
-        mean = (share * means).sum(0)
-        return (share * (variances + (means - mean).square())).sum(0), mean, counts.sum()
 
+    @abstractmethod
     def deviation(self, rows: Tensor, squared: bool = False) -> Tensor:
-        """The unbiased deviation of each column over the rows of all ranks."""
-        var, _, count = self.moments(rows, [0])
-        var = var * count / (count - 1)
-        return var if squared else var.sqrt()
+        """The unbiased standard deviation (squared: variance) of each column over all rows."""
 
-    @contextmanager
-    def standing_in(self) -> Iterator[None]:
+    @abstractmethod
+    def share(self, rows: int) -> slice:
+        """This rank's of some rows, split evenly; the first ranks have those left over."""
+
+    @abstractmethod
+    def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
+        """A column on the CPU of which each rank has the rows `index`."""
+
+    @abstractmethod
+    def standing_in(self) -> AbstractContextManager[None]:
         """What is passed inside counts nothing."""
-        before, self.real = self.real, False
-        try:
-            yield
-        finally:
-            self.real = before
 
-    @contextmanager
-    def taking(self, index: Tensor) -> Iterator[Tensor]:
+    @abstractmethod
+    def taking(self, index: Tensor) -> AbstractContextManager[Tensor]:
         """Rows to pass; where there are none here, a stand-in."""
-        if len(index):
-            yield index
-            return
-        with self.standing_in():
-            yield index.new_zeros(1)
 
-    def agree(self, **what: str) -> None:
-        """Refuse ranks that were given something else than the first."""
-        for name, text in what.items():
-            digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-            here = torch.tensor(int.from_bytes(digest, "little"))
-            self._compare(self._gathered(here, self._host), f"was given another {name} than")
-
+    @abstractmethod
     def meet(self, rows: int, others: int, state: Shared, learning: bool) -> tuple[int, int]:
-        """Rows of the batch that comes, over all ranks: those to learn from, and others.
+        """Rows of the next batch over all ranks: those to learn from, and others.
 
-        Where a rank is at another batch than the first one, or holds other bits: an error on all.
+        If a rank is at another batch than the first one, or holds other bits: an error on all.
         """
-        bits = _bits(state) if learning and not state.batches % EVERY else 0
-        self._life.go_on()
-        here = torch.tensor([rows, others, state.batches, learning, bits])
-        there = self._gathered(here, self._host)
-        self._compare(there[:, 2], "has seen another number of batches than")
-        self._compare(there[:, 3], "is frozen, or learns, unlike")
-        self._compare(there[:, 4], f"holds other bits after {state.batches} batches than")
-        self._rows = int(there[:, 0].sum())
-        if not self._rows + there[:, 1].sum():
-            raise ValueError("no rank has an image: give a batch of at least one to some of them.")
-        return self._rows, int(there[:, 1].sum())
 
+    @abstractmethod
     def tally(self, counts: dict[str, int | Tensor], before: Mapping[str, int | Tensor]) -> None:
         """Make what was counted since `before` the count over all ranks."""
-        here = torch.tensor([int(counts.get(name, 0) - before.get(name, 0)) for name in _ROWS])
-        for name, rows in zip(_ROWS, self._reduced(here, self._host).tolist(), strict=True):
-            counts[name] = before.get(name, 0) + rows
 
+    @abstractmethod
     def tell(self, error: BaseException) -> None:
         """Tell the others why this rank does not come."""
-        if not isinstance(error, GroupError):
-            self._life.tell(f"rank {self.rank} failed ({type(error).__name__}: {error})")
 
-    def _compare(self, values: Tensor, how: str) -> None:
-        first, *others = values.tolist()
-        odd = [str(rank) for rank, value in enumerate(others, 1) if value != first]
-        if odd:
-            raise GroupError(
-                f"rank {', '.join(odd)} {how} rank 0. All ranks must make and call their "
-                f"adapters alike; load one state on all of them to go on."
-            )
 
-    def _gathered(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        # A sum with zeros: what every backend does, on every device.
-        there = tensor.new_zeros((self.size, *tensor.shape))
-        there[self.rank] = tensor.detach()
-        return self._reduced(there, group)
+class SingleRank(Ranks):
+    """One process, which has all rows of a batch."""
 
-    def _reduced(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        self.sums = self._life.sums = self.sums + 1
-        try:
-            dist.all_reduce(tensor, group=group)
-        except RuntimeError as error:
-            raise GroupError(self._life.why(error)) from error
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
         return tensor
 
+    def numbers(self, *masks: Tensor) -> list[int]:
+        """How many rows are true in each of some masks; waits for the device."""
+        return [int(mask.sum()) for mask in masks]
 
-_GROUPS: dict[dist.ProcessGroup, Alone] = {}
+    def rows(self, here: int) -> int:
+        """All of them."""
+        return here
+
+    def place(self, here: int) -> tuple[int, slice]:
+        """All of them."""
+        return here, slice(None)
+
+    def mean(self, values: Tensor) -> Tensor:
+        """The mean over the rows."""
+        return values.mean(0)
+
+    def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Variance and mean over some axes, and of how many values they are."""
+        var, mean = torch.var_mean(x, axes, correction=0)
+        return var, mean, mean.new_full((), x.numel() // mean.numel())
+
+    def deviation(self, rows: Tensor, squared: bool = False) -> Tensor:
+        """The unbiased standard deviation of each column."""
+        return rows.var(0) if squared else rows.std(0)
+
+    def share(self, rows: int) -> slice:
+        """All of them."""
+        return slice(None)
+
+    def whole(self, column: Tensor, index: Tensor, rows: int) -> Tensor:
+        """The column itself."""
+        return column
+
+    def standing_in(self) -> AbstractContextManager[None]:
+        """Nobody else has rows to wait for."""
+        raise ValueError("a batch without rows")
+
+    def taking(self, index: Tensor) -> AbstractContextManager[Tensor]:
+        """The rows themselves."""
+        return nullcontext(index)
+
+    def meet(self, rows: int, others: int, state: Shared, learning: bool) -> tuple[int, int]:
+        """The rows that are here."""
+        return rows, others
+
+    def tally(self, counts: dict[str, int | Tensor], before: Mapping[str, int | Tensor]) -> None:
+        """Nothing to add."""
+
+    def tell(self, error: BaseException) -> None:
+        """Nobody to tell."""
 
 
-class _Gather(torch.autograd.Function):
-    """`Group.gather` with a gradient: that of this rank's part, from all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return group.gather(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradient)[ctx.group.rank], None
-
-
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-
-
-def _bits(state: Shared) -> int:
-    """A number that differs, but for an accident, where anything differs that must not."""
-    total = torch.zeros((), dtype=torch.int64, device=state.theta.device)
-    memories = (state.host, state.plus, state.guard)
-    remembered = (memory[name] for memory in memories for name in sorted(memory))
-    for tensor in (state.theta, state.velocity, *remembered):
-        flat = tensor.detach().contiguous().reshape(-1)
-        bits = flat.view(_WHOLE[flat.itemsize])
-        place = 2 * torch.arange(len(bits), device=bits.device) + 1
-        total = 31 * total + (place * bits).sum()
-    return int(total)
-
-
-class _Life:
-    """Signs of life, by which the others of a group tell who is gone and who is late.
-
-    They lie in the store through which the processes found each other. A thread gives them, as a
-    rank that waits for another cannot, and hears what the others found out.
-    """
-
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        self._store = PrefixStore(f"fata {name}", _get_default_store())
-        self._rank, self._size = rank, size
-        self.sums = 0  # that this rank came to
-        self._heard, self._told = "", False
-        self._beat()
-        threading.Thread(target=self._live, daemon=True).start()
-
-    def go_on(self) -> None:
-        """What this rank told is no longer so."""
-        if self._told:
-            self._store.delete_key("why")
-            self._told = False
-
-    def tell(self, why: str) -> str:
-        """Tell the others what went wrong; the first to tell is right."""
-        try:
-            told = self._store.compare_set("why", "", why).decode()
-        except RuntimeError:  # nobody is left to be told
-            return why
-        self._told = told == why
-        return told
-
-    def why(self, error: RuntimeError) -> str:
-        """What went wrong, as far as the signs tell."""
-        detail = str(error).partition("\n")[0]
-        try:
-            if self._store.check(["why"]):
-                return self._store.get("why").decode()
-            before = self._signs()
-            time.sleep(_DEAD)
-            after = self._signs()
-        except RuntimeError:
-            return self._heard or f"rank 0, or the launcher, is gone with the store: {detail}"
-        gone = [rank for rank in range(self._size) if before[rank] == after[rank]]
-        sums = [int(sign.split()[1]) for sign in after]
-        late = [rank for rank in range(self._size) if sums[rank] < max(sums)]
-        if gone:
-            return self._leave(gone, "is gone: its process gives no sign of life")
-        if late:
-            return self._leave(late, f"is alive, but did not come in time: {detail}")
-        return f"the ranks lost each other: {detail}"
-
-    def _leave(self, ranks: list[int], how: str) -> str:
-        """Tell it, and stay until the others have heard."""
-        told = self.tell(f"rank {', '.join(map(str, ranks))} {how}.")
-        time.sleep(3 * _BEAT)
-        return told
-
-    def _signs(self) -> list[str]:
-        signs = self._store.multi_get([str(rank) for rank in range(self._size)])
-        return [sign.decode() for sign in signs]
-
-    def _beat(self) -> None:
-        self._store.set(str(self._rank), f"{time.monotonic()} {self.sums}")
-        self._heard = self._store.get("why").decode() if self._store.check(["why"]) else ""
-
-    def _live(self) -> None:
-        try:
-            while dist.is_initialized():
-                self._beat()
-                time.sleep(_BEAT)
-        except RuntimeError:  # the store is gone; who asks will find that out
-            return
+SINGLE = SingleRank()

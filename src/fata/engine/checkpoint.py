@@ -1,9 +1,9 @@
 """The state of an adapter: what moved and what is remembered, never the whole model.
 
-Parameters, momentum, the method's memory, FATA's moving average, the counters, what the guard saw
-(but not the states that it could go back to). Noise is drawn from
-(seed, batch number), so these two numbers are the generator. `meta` says whose state it is. Its
-digest covers all that is loaded. A file is one safetensors file that is whole or not there.
+Parameters, momentum, the method's memory, FATA's moving average, the counters, the guard's averages
+(but not its snapshots). Random numbers depend on (seed, batch number), so these two numbers are the
+generator. `meta` says whose state it is. Its digest covers all that is loaded. A file is one
+safetensors file that is whole or not there.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from fata._files import digest
 from fata._text import listed
-from fata.engine.step import Engine, State
+from fata._torch import NormWithStatistics
+from fata.engine.engine import Engine
+from fata.engine.state import State
 from fata.guard.policy import Watched
 from fata.methods import describe, spec_of
-from fata.methods.base import OwnStep
+from fata.methods.base import CustomStep
 
 FORMAT = 4
+MOVING = ("parameter.", "momentum.")
 
 
 class StateError(RuntimeError):
@@ -49,8 +52,8 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
         "format": FORMAT,
         "method": describe(engine.method),
         "plus": describe(engine.plus) if engine.plus else None,
-        "layer": engine.tap.layer if engine.tap else None,
-        "fisher": engine.fisher is not None,
+        "layer": engine.layer,
+        "fisher": engine.functions.fisher is not None,
         "source": source,
         "seed": state.seed,
         "batches": state.batches,
@@ -61,12 +64,75 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
     return {**tensors, "meta": {**meta, "digest": _sealed(tensors, meta)}}
 
 
-def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
-    """The state that `pack` made, once it is sure to be whole and to belong to this engine."""
+class IncompatibleKeys(NamedTuple):
+    """What a state lacks, and what it has that is of no use here."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def unpack(
+    engine: Engine, source: str, packed: Mapping[str, Any], strict: bool = True
+) -> tuple[State, IncompatibleKeys]:
+    """The state that `pack` made, once it is sure to be whole and, if strict, this engine's."""
     if not isinstance(packed, Mapping):
         raise StateError(f"this is not the state of an adapter, but {type(packed).__name__}")
-    mine, meta = pack(engine, source), packed.get("meta")
+    mine = pack(engine, source)
     tensors = {name: tensor for name, tensor in packed.items() if name != "meta"}
+    meta = _whole(packed.get("meta"), tensors, set(mine["meta"]))
+    try:
+        _refuse_other(mine["meta"], meta)
+        alike = True
+    except StateError:
+        alike = False
+        if strict:
+            raise
+    ours = {name: tensor for name, tensor in mine.items() if name.startswith(MOVING)}
+    theirs = {name: tensor for name, tensor in tensors.items() if name.startswith(MOVING)}
+    fits = {n: t for n, t in theirs.items() if n in ours and t.shape == ours[n].shape}
+    missing, unexpected = sorted(ours.keys() - fits), sorted(theirs.keys() - fits)
+    if strict and (missing or unexpected):
+        named = sorted(n.removeprefix("parameter.") for n in theirs if n.startswith("parameter."))
+        raise StateError(
+            f"the state adapts other parameters ({listed(named, 4)}) than this adapter "
+            f"({listed(engine.theta.names, 4)})"
+        )
+    start = engine.fresh()
+    ours |= fits  # what does not fit stays as it is here
+
+    def vector(prefix: str, otherwise: Tensor) -> Tensor:
+        if _episodic(engine):
+            return otherwise
+        return engine.theta.join(
+            [ours[prefix + name].to(engine.device, copy=True) for name in engine.theta.names]
+        )
+
+    theta, velocity = vector("parameter.", start.theta), vector("momentum.", start.velocity)
+    if not alike:
+        unexpected += sorted(name for name in tensors if not name.startswith(MOVING))
+        return replace(start, theta=theta, velocity=velocity), IncompatibleKeys(missing, unexpected)
+
+    def memory(prefix: str) -> dict[str, Tensor]:
+        found = {n: t for n, t in tensors.items() if n.startswith(prefix)}
+        return {n.removeprefix(prefix): t.to(engine.device, copy=True) for n, t in found.items()}
+
+    state = State(
+        theta,
+        velocity,
+        meta["seed"],
+        memory("host."),
+        memory("plus."),
+        meta["batches"],
+        meta["share"],
+        dict(meta["counts"]),
+        memory("guard.") if engine.watch else {},
+        Watched.unpack(meta["watched"]) if engine.watch else Watched(),
+    )
+    return state, IncompatibleKeys(missing, unexpected)
+
+
+def _whole(meta: Any, tensors: Mapping[str, Any], fields: set[str]) -> Mapping[str, Any]:
+    """What is said of a state, if nothing of it is damaged."""
     if not isinstance(meta, Mapping) or "format" not in meta:
         raise StateError("this is not the state of an adapter: it has no 'meta'")
     if isinstance(meta["format"], str):  # "model 1", "stream 1"
@@ -79,42 +145,25 @@ def unpack(engine: Engine, source: str, packed: Mapping[str, Any]) -> State:
     odd = [name for name, tensor in tensors.items() if not isinstance(tensor, Tensor)]
     if odd:
         raise StateError(f"the state is damaged: {listed(odd, 4)} is no tensor")
-    if set(meta) != set(mine["meta"]) or meta["digest"] != _sealed(tensors, meta):
+    if set(meta) != fields or meta["digest"] != _sealed(tensors, meta):
         raise StateError("the state is damaged: its contents are not those that were saved")
-    _refuse_other(mine["meta"], meta)
-    names = [{n for n in one if n.startswith("parameter.")} for one in (tensors, mine)]
-    if names[0] != names[1]:
-        theirs = sorted(name.removeprefix("parameter.") for name in names[0])
-        raise StateError(
-            f"the state adapts other parameters ({listed(theirs, 4)}) than this adapter "
-            f"({listed(engine.theta.names, 4)})"
-        )
+    return meta
 
-    def group(prefix: str) -> dict[str, Tensor]:
-        found = {n: t for n, t in tensors.items() if n.startswith(prefix)}
-        return {n.removeprefix(prefix): t.to(engine.device, copy=True) for n, t in found.items()}
 
-    def vector(prefix: str) -> Tensor:
-        parts = group(prefix)
-        return engine.theta.join([parts[name] for name in engine.theta.names])
-
-    start = engine.fresh()
-    return State(
-        start.theta if _episodic(engine) else vector("parameter."),
-        start.velocity if _episodic(engine) else vector("momentum."),
-        meta["seed"],
-        group("host."),
-        group("plus."),
-        meta["batches"],
-        meta["share"],
-        dict(meta["counts"]),
-        group("guard.") if engine.watch else {},
-        Watched.unpack(meta["watched"]) if engine.watch else Watched(),
-    )
+def described(engine: Engine) -> dict[str, str]:
+    """What ranks that share a batch must have alike, beside the model and the rate."""
+    plus = describe(engine.plus) if engine.plus else None
+    return {
+        "method": f"{describe(engine.method)} {plus}",
+        "params": f"{engine.theta.names}",
+        "fisher_data": f"{engine.functions.fisher is not None}",
+        "seed": f"{engine.seed}",
+        "guard": f"{engine.watch.guard if engine.watch else None}",
+    }
 
 
 def _episodic(engine: Engine) -> bool:
-    return isinstance(engine.method, OwnStep) and engine.method.episodic
+    return isinstance(engine.method, CustomStep) and engine.method.episodic
 
 
 def _refuse_other(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
@@ -156,10 +205,10 @@ def fingerprint(engine: Engine) -> str:
     moved = dict(zip(map(id, theta.parameters), theta.split(engine.source), strict=True))
     tensors = {
         name: moved.get(id(parameter), parameter.detach()).to(parameter.dtype)
-        for name, parameter in engine.model.named_parameters()
+        for name, parameter in engine.network.model.named_parameters()
     }
-    for name, module in engine.model.named_modules():
-        if isinstance(module, _NormBase):
+    for name, module in engine.network.model.named_modules():
+        if isinstance(module, NormWithStatistics):
             running = {"mean": module.running_mean, "var": module.running_var}
             tensors |= {f"{name}.{n}": t for n, t in running.items() if t is not None}
     return digest(tensors)

@@ -15,7 +15,7 @@ from torch import Tensor
 from fata._text import listed
 
 if TYPE_CHECKING:
-    from fata.engine.step import Engine
+    from fata.engine.engine import Engine
 
 FisherData = Iterable[Any] | Mapping[str, Tensor]
 
@@ -47,7 +47,7 @@ def fisher(engine: Engine, data: FisherData) -> Tensor:
         data, "Fisher", console=console, transient=True, disable=not sys.stderr.isatty()
     ):
         images = batch[0] if isinstance(batch, tuple | list) else batch
-        engine.check(images)
+        engine.network.check(images)
         if not images.isfinite().all():
             raise ValueError("fisher_data: an image has pixels that are not finite.")
         with torch.inference_mode(False), torch.enable_grad():

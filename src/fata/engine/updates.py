@@ -1,13 +1,22 @@
-"""How parameters move: plain SGD, and SAM's climb before it. Pure functions of flat vectors."""
+"""How parameters move: plain SGD, and SAM's ascent before it. Pure functions of flat vectors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 MOMENTUM = 0.9
+
+
+class Update(NamedTuple):
+    """Parameters and momentum after a step, and whether they moved (0 or 1 each)."""
+
+    theta: Tensor
+    velocity: Tensor
+    stepped: Tensor
+    dropped: Tensor
 
 
 def sgd(
@@ -19,12 +28,30 @@ def sgd(
     return theta - lr * direction, velocity
 
 
+def guarded_sgd(
+    theta: Tensor,
+    velocity: Tensor,
+    gradient: Tensor,
+    lr: float | Tensor,
+    some: Tensor | None = None,
+    nesterov: bool = False,
+) -> Update:
+    """A step of SGD that is dropped if the gradient is not finite; never waits for the device.
+
+    `some`: whether there is anything to learn from; if not, nothing moves and nothing is counted.
+    """
+    fine = gradient.isfinite().all()
+    some = torch.ones_like(fine) if some is None else some
+    after, momentum = sgd(theta, velocity, gradient, lr, nesterov)
+    moves = some & fine & momentum.any()
+    theta, velocity = (
+        torch.where(some & fine, new, old) for new, old in ((after, theta), (momentum, velocity))
+    )
+    return Update(theta, velocity, moves.long(), (some & ~moves).long())
+
+
 def ascend(theta: Tensor, gradient: Tensor, rho: float) -> Tensor:
-    """SAM's climb to the worst place within rho: theta + rho g / |g|."""
+    """SAM's ascent point, theta + rho g / |g|; theta itself if that is not finite."""
     norm: Tensor = torch.linalg.vector_norm(gradient)
-    return theta + rho * gradient / (norm + 1e-12)
-
-
-def either(condition: Tensor, yes: Sequence[Tensor], no: Sequence[Tensor]) -> Iterator[Tensor]:
-    """All of `yes` where the condition holds, all of `no` where not, without waiting for it."""
-    return (torch.where(condition, a, b) for a, b in zip(yes, no, strict=True))
+    there = theta + rho * gradient / (norm + 1e-12)
+    return torch.where(there.isfinite().all(), there, theta)

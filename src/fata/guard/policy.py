@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 
 from fata._device import Deferred
-from fata.distributed.ranks import ALONE, Alone
+from fata.distributed.ranks import SINGLE, Ranks
 from fata.methods.base import Learned, Memory, in_range
 from fata.methods.losses import entropy
 from fata.network.parameters import Theta
@@ -218,9 +218,18 @@ class Engine(Protocol):
     """What a guard uses: the model at the source weights, and its state."""
 
     theta: Theta
-    source: Tensor
-    group: Alone
-    coupled: bool  # whether the rows of a batch see each other, by BatchNorm
+
+    @property
+    def source(self) -> Tensor:
+        """The parameters before the first batch."""
+
+    @property
+    def group(self) -> Ranks:
+        """The ranks that share every batch."""
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the rows of a batch see each other, by BatchNorm."""
 
     @property
     def state(self) -> Adapting:
@@ -377,7 +386,7 @@ class Watch:
     def _witness(self, images: Tensor, running: bool = False) -> Tensor:
         """What the source weights answer."""
         engine = self._engine
-        engine.state.count(rows_witness=len(images))
+        engine.state.count(rows_source=len(images))
         with engine.counted_apart(), engine.theta.at(engine.source, back=engine.state.theta):
             return engine.predict(images, running)
 
@@ -515,7 +524,7 @@ def compare(
     logits: Tensor,
     rows: int,
     majority: Callable[[Memory, Memory], Tensor] = _over_half,
-    group: Alone = ALONE,
+    group: Ranks = SINGLE,
 ) -> tuple[Memory, Tensor]:
     """What two models answer for the same images, added to the averages; what they show.
 
@@ -602,7 +611,7 @@ def _mean(before: Memory, window: str, now: Memory, count: int, rows: int) -> Me
     return {**means, f"{window}.rows": known}
 
 
-def _latest(before: Tensor | None, logits: Tensor, group: Alone) -> Tensor:
+def _latest(before: Tensor | None, logits: Tensor, group: Ranks) -> Tensor:
     """Shares of the classes among the latest answers; one that is not finite is of the first."""
     now = _shares(logits.argmax(1), logits, group)
     before = torch.zeros_like(now) if before is None else before
@@ -619,7 +628,7 @@ def _answers(logits: Tensor) -> Tensor:
     return torch.where(entropy(logits).isfinite(), logits.argmax(1), logits.shape[1])
 
 
-def _shares(answers: Tensor, logits: Tensor, group: Alone) -> Tensor:
+def _shares(answers: Tensor, logits: Tensor, group: Ranks) -> Tensor:
     """How large a share of the rows each class has."""
     counts = torch.zeros(logits.shape[1] + 1, device=logits.device)
     counts.index_add_(0, answers, torch.ones_like(answers, dtype=counts.dtype))

@@ -12,25 +12,28 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from fata.distributed.ranks import ALONE, Alone
+from fata.distributed.ranks import SINGLE, Ranks
 from fata.methods.losses import entropy
 from fata.methods.selection import Selection
 from fata.network.parameters import Theta
 
 Memory = dict[str, Tensor]
 
-BLIND = "a method whose `select` looks at other images or draws must say so: looks = True."
+SELECTS_ALONE = (
+    "a method whose `select` runs the model or draws random numbers must say so: "
+    "select_runs_model = True."
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """What one pass over some images gave: all that a method may look at."""
+    """What one pass over some images gave: all that a method may use."""
 
     images: Tensor
     logits: Tensor  # (B, C), full precision, no graph
-    look: Callable[[Tensor], Tensor]  # logits of other images, same weights, no gradient
-    seed: int | None  # for this method's draws on this batch; None: it must not draw
-    group: Alone = ALONE  # who has the batch's other rows
+    predict: Callable[[Tensor], Tensor]  # logits of other images, same weights, no gradient
+    seed: int | None  # for this method's random draws on this batch; None: it must not draw
+    group: Ranks = SINGLE  # who has the batch's other rows
 
     @property
     def classes(self) -> int:
@@ -60,9 +63,9 @@ class Batch:
 
     @property
     def generator(self) -> torch.Generator:
-        """A new generator for the method's draws: the same ones each time it is asked for."""
+        """A new generator for the method's random draws, the same each time."""
         if self.seed is None:
-            raise RuntimeError(BLIND)
+            raise RuntimeError(SELECTS_ALONE)
         return torch.Generator(self.logits.device).manual_seed(self.seed)
 
     def at(self, index: Tensor) -> Batch:
@@ -79,9 +82,9 @@ class Method:
     """
 
     name: ClassVar[str]
-    params: ClassVar[str | None] = "truncated"  # None: nothing adapts
+    params: ClassVar[str | None] = "norm-truncated"  # None: nothing adapts
     batch_statistics: ClassVar[bool] = True  # BatchNorm on the batch at hand; else running ones
-    looks: ClassVar[bool] = False  # `select` looks at other images, draws, or waits for values
+    select_runs_model: ClassVar[bool] = False  # or draws random numbers, or waits for values
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
@@ -92,7 +95,7 @@ class Method:
         return 0.0
 
     @property
-    def ascent(self) -> float | None:
+    def sam_rho(self) -> float | None:
         """SAM's rho; None: a plain step."""
         return None
 
@@ -118,7 +121,7 @@ class Method:
         return memory
 
     def recover(self, memory: Memory) -> Tensor | None:
-        """Whether to go back to the source; a bool scalar, or None for a method that never does."""
+        """Whether to restart from the source weights; a bool scalar, or None: never."""
         return None
 
     def fixed_rate(self, vit: bool) -> float | None:
@@ -142,9 +145,15 @@ class Engine(Protocol):
 
     vit: bool  # whether the network is like a transformer
     theta: Theta
-    source: Tensor
-    group: Alone
     rate: Callable[[int], float]  # for a batch of so many rows
+
+    @property
+    def source(self) -> Tensor:
+        """The parameters before the first batch."""
+
+    @property
+    def group(self) -> Ranks:
+        """The ranks that share every batch."""
 
     @property
     def device(self) -> torch.device:
@@ -164,23 +173,23 @@ class Engine(Protocol):
         """Descend."""
 
     def generator(self, purpose: str, device: str | None = None) -> torch.Generator:
-        """Random draws for one purpose on this batch."""
+        """Random numbers for one purpose on this batch."""
 
-    def apart(self) -> AbstractContextManager[None]:
-        """What is passed inside has no part in what other ranks pass."""
+    def local_statistics(self) -> AbstractContextManager[None]:
+        """BatchNorm uses this rank's rows alone."""
 
 
-class OwnStep(Method):
-    """A method whose batch goes another way (a teacher, one image at a time)."""
+class CustomStep(Method):
+    """A method with a step of its own (a teacher, one image at a time)."""
 
-    episodic: ClassVar[bool] = False  # back at the source after every batch: nothing to save
+    episodic: ClassVar[bool] = False  # restarts from the source at every batch: nothing to save
 
     def select(self, batch: Batch, memory: Memory) -> Selection:
-        """No row by the common way."""
+        """No row by the common step."""
         return Selection.none(batch.entropy)
 
-    def answering(self, engine: Engine) -> Tensor:
-        """The weights that answer when nothing is learned."""
+    def prediction_weights(self, engine: Engine) -> Tensor:
+        """The weights that predict when nothing is learned."""
         return engine.state.theta
 
     def step(self, engine: Engine, images: Tensor) -> Tensor:

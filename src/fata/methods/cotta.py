@@ -20,13 +20,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fata.methods.base import Engine, OwnStep, in_range
+from fata.methods.base import CustomStep, Engine, in_range
 from fata.methods.losses import soft_cross_entropy
 from fata.methods.pixels import Draw, Pixels
 
 
 @dataclass(frozen=True)
-class Cotta(OwnStep):
+class Cotta(CustomStep):
     """A student learns from a slow teacher that sees augmented views; weights drift back.
 
     Args:
@@ -62,7 +62,7 @@ class Cotta(OwnStep):
         """0.01, whatever the network and the batch."""
         return 0.01
 
-    def answering(self, engine: Engine) -> Tensor:
+    def prediction_weights(self, engine: Engine) -> Tensor:
         """The teacher's weights."""
         return engine.state.host.get("teacher", engine.source)
 
@@ -72,7 +72,7 @@ class Cotta(OwnStep):
             Pixels(self.mean, self.std).of(images)  # not only when the first view is made
         state, source, group = engine.state, engine.source, engine.group
         rows = group.rows(len(images))
-        student, teacher = state.theta, self.answering(engine)
+        student, teacher = state.theta, self.prediction_weights(engine)
         with engine.theta.at(source, back=student):
             confidence = engine.predict(images).softmax(1).amax(1)
             sure = group.mean(confidence) >= self.threshold

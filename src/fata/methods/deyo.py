@@ -42,7 +42,7 @@ class Deyo(Method):
     shuffle: Callable[[int, int], Tensor] | None = None
 
     name: ClassVar[str] = "deyo"
-    looks: ClassVar[bool] = True
+    select_runs_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse fields out of range."""
@@ -72,7 +72,7 @@ class Deyo(Method):
             shuffled = shuffle_patches(batch.images[rows], order, self.patches)
             label = batch.pseudo_label[rows, None]
             before = batch.probs[rows].gather(1, label)
-            after = batch.look(shuffled).softmax(1).gather(1, label)
+            after = batch.predict(shuffled).softmax(1).gather(1, label)
             plpd[rows] = (before - after)[:, 0]
         return plpd
 

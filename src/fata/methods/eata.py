@@ -32,7 +32,7 @@ class Eata(Method):
     fisher_alpha: float = 2000.0
 
     name: ClassVar[str] = "eata"
-    params: ClassVar[str | None] = "all"
+    params: ClassVar[str | None] = "norm"
 
     @property
     def wants_fisher(self) -> bool:

@@ -21,13 +21,12 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from fata.distributed.ranks import ALONE, Alone
+from fata.distributed.ranks import SINGLE, Ranks
 from fata.methods.base import Batch, Memory, in_range, is_threshold
 from fata.methods.losses import entropy, soft_cross_entropy
 from fata.methods.selection import Selection, confidence, reliable
-from fata.network.norms import is_norm
 
 LOSSES = ("fata", "simple_aug", "mse", "simple_ce")
 
@@ -78,7 +77,7 @@ class Fata:
         _one_of(self, "bn_stats", ("separate", "joint"))
 
     def select(self, batch: Batch) -> Selection:
-        """Rows with H < E0, whatever the host selects; surer rows weigh more."""
+        """Rows with H < E0, whatever the host selects; confident rows weigh more."""
         rows = reliable(batch.entropy, self.threshold, batch.classes)
         weights = self.weight * confidence(batch.entropy, self.scale, batch.classes)
         return Selection(rows if self.weight else torch.zeros_like(rows), weights)
@@ -103,22 +102,19 @@ class Fata:
         return [*(1 + self.sigma * draws)]
 
     def perturb(
-        self,
-        z: Tensor,
-        axis: int,
-        memory: Memory,
-        generator: torch.Generator | None,
-        group: Alone = ALONE,
+        self, z: Tensor, axis: int, memory: Memory, noise: Sequence[Tensor], group: Ranks = SINGLE
     ) -> Perturb:
-        """The perturbation of one batch, from its clean feature z; asked once a batch."""
-        mu = channel_mean(z.detach(), axis)
-        rows, here = group.place(len(mu))  # drawn for all ranks
-        alpha, beta = (draw.to(mu) for draw in self.draw(rows, mu.shape[1], generator, mu.device))
-        single = rows == 1
-        delta = torch.full_like(mu[0], 0.5) if single else self.delta(mu, memory, group)
-        return Perturb(alpha[here], beta[here], delta, axis, single)
+        """The perturbation of one batch, from its clean feature z; asked once a batch.
 
-    def delta(self, mu: Tensor, memory: Memory, group: Alone = ALONE) -> Tensor:
+        `noise` is what `draw` gave for these rows.
+        """
+        mu = channel_mean(z.detach(), axis)
+        alpha, beta = (part.to(mu) for part in noise)
+        single = group.rows(len(mu)) == 1
+        delta = torch.full_like(mu[0], 0.5) if single else self.delta(mu, memory, group)
+        return Perturb(alpha, beta, delta, axis, single)
+
+    def delta(self, mu: Tensor, memory: Memory, group: Ranks = SINGLE) -> Tensor:
         """How freely each channel's mean may move, (D,), at most 1."""
         single = torch.full_like(mu[0], 0.5)
         spread = group.deviation(mu, squared=self.spread == "variance")
@@ -161,20 +157,6 @@ def channel_mean(z: Tensor, axis: int) -> Tensor:
     """mu: the mean of each row's channels over space or tokens, (B, D), in full precision."""
     z = z.movedim(axis, 1)
     return z.flatten(2).to(torch.promote_types(z.dtype, torch.float32)).mean(2) if z.ndim > 2 else z
-
-
-def channel_axis(z: Tensor, layer: nn.Module) -> int:
-    """Which axis of the layer's output holds the channels.
-
-    The one whose length is a width of the layer's own normalisation layers, or of its weights where
-    it has none; where both fit, or neither, the second of a map (B, D, H, W) and the last of tokens
-    (B, N, D).
-    """
-    norms = [p for module in layer.modules() if is_norm(module) for p in module.parameters()]
-    widths = {p.shape[0] for p in norms or layer.parameters() if p.ndim}
-    usual, other = (1, z.ndim - 1) if z.ndim == 4 else (z.ndim - 1, 1)
-    fits = z.shape[other] in widths and z.shape[usual] not in widths
-    return other if fits else usual
 
 
 def _one_of(owner: Fata, field: str, choices: tuple[str, ...]) -> None:

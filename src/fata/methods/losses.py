@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fata.distributed.ranks import ALONE, Alone
+from fata.distributed.ranks import SINGLE, Ranks
 from fata.methods.selection import Selection
 
 
@@ -32,7 +32,7 @@ def _log_probs(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, 1).clamp(min=-1e4)
 
 
-def weighted_mean(values: Tensor, selection: Selection, group: Alone = ALONE) -> Tensor:
+def weighted_mean(values: Tensor, selection: Selection, group: Ranks = SINGLE) -> Tensor:
     """Mean of weight x value over the selected rows; 0 where none is selected.
 
     In a group it is this rank's part of it: the sum of all parts is the mean.

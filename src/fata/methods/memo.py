@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fata.methods.base import Engine, OwnStep, in_range
+from fata.methods.base import CustomStep, Engine, in_range
 from fata.methods.losses import marginal_entropy
 from fata.methods.pixels import Draw, Pixels
 
@@ -25,7 +25,7 @@ SMALL = 3 * 64 * 64  # values of an image up to which a GPU is slower at making 
 
 
 @dataclass(frozen=True)
-class Memo(OwnStep):
+class Memo(CustomStep):
     """Makes the mean prediction over views of one image sharper, then predicts it.
 
     Args:
@@ -67,7 +67,7 @@ class Memo(OwnStep):
         rows, here = engine.group.place(len(images))
         stepped = torch.zeros((), dtype=torch.int64, device=engine.device)
         logits = []
-        with engine.apart():
+        with engine.local_statistics():
             for row, image in zip(range(rows)[here], images, strict=True):
                 prediction, moves = self._one(engine, image[None], row)
                 logits.append(prediction)

@@ -41,7 +41,7 @@ class Sar(Method):
         in_range(self, "recovery", 0, hint=" nats (0: never recover)")
 
     @property
-    def ascent(self) -> float:
+    def sam_rho(self) -> float:
         """SAM's rho."""
         return self.rho
 

@@ -3,7 +3,7 @@
 min_theta  mean_B H(x)
 
 The parameters are the truncated set, as in the tables of the FATA paper; TENT's own code takes all
-normalisation layers (``params="all"``).
+normalisation layers (``params="norm"``).
 """
 
 from __future__ import annotations

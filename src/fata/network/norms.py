@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.torch_version import TorchVersion
 from torch.utils.hooks import RemovableHandle
 
-from fata.distributed.ranks import ALONE, Alone, Group
+from fata._torch import BatchNorm
+from fata.distributed.ranks import SINGLE, Ranks
 
 # Layers of other libraries that normalise without being a subclass of torch's own.
 _BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)
@@ -21,7 +21,7 @@ _BY_NAME = re.compile(r"(batch|group|layer|rms)_?norm", re.IGNORECASE)
 
 def is_norm(module: nn.Module) -> bool:
     """Whether the module normalises and then scales (and shifts) by parameters of its own."""
-    known = isinstance(module, _BatchNorm | nn.GroupNorm | nn.LayerNorm)
+    known = isinstance(module, BatchNorm | nn.GroupNorm | nn.LayerNorm)
     own = list(module.parameters(recurse=False))
     named = bool(_BY_NAME.search(type(module).__name__)) and all(p.ndim == 1 for p in own)
     return bool(own) and (known or named)
@@ -32,9 +32,9 @@ def norm_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if is_norm(module))
 
 
-def batch_norms(model: nn.Module) -> list[_BatchNorm]:
+def batch_norms(model: nn.Module) -> list[BatchNorm]:
     """Every BatchNorm layer; while there is one, the rows of a batch see each other."""
-    return [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
 def spare_group_norms(model: nn.Module) -> list[RemovableHandle]:
@@ -76,7 +76,7 @@ class BatchStatistics:
         self._share = prior / (prior + 1)
         self._rows: Tensor | None = None  # that the statistics are of; None: all
         self.active = True
-        self._group: Alone = ALONE
+        self._group: Ranks = SINGLE
         self._alone = False  # whether this rank's part of a batch is taken for all of it
         self._layers = [
             (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
@@ -88,7 +88,7 @@ class BatchStatistics:
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             self._handles.append(layer.register_forward_hook(_restore, always_call=True))
 
-    def join(self, group: Group) -> None:
+    def join(self, group: Ranks) -> None:
         """From now on a batch is what all ranks of a group have of it."""
         self._group = group
 
@@ -137,21 +137,27 @@ class BatchStatistics:
         for layer, training, track in self._layers:
             layer.training, layer.track_running_stats = training, track
 
-    @property
-    def _ranks(self) -> Alone:
-        """Who has the batch."""
-        return ALONE if self._alone else self._group
+    def forget_running(self) -> None:
+        """After `remove`: the layers normalise with the batch at hand, without any hook."""
+        for layer, _, _ in self._layers:
+            layer.track_running_stats = False
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
 
-    def _choose(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+    @property
+    def _ranks(self) -> Ranks:
+        """Who has the batch."""
+        return SINGLE if self._alone else self._group
+
+    def _choose(self, layer: BatchNorm, args: Any, kwargs: Any) -> Any:
         _restore(layer)
-        if self._rows is not None or self._ranks is not ALONE:
+        if self._rows is not None or self._ranks is not SINGLE:
             return self._normalised(layer, args, kwargs)
         x = _input(args, kwargs)
         values = x.numel() // x.shape[1]
         layer.training = (self.active and values > 1) or layer.running_mean is None
         return None
 
-    def _normalised(self, layer: _BatchNorm, args: Any, kwargs: Any) -> Any:
+    def _normalised(self, layer: BatchNorm, args: Any, kwargs: Any) -> Any:
         """The layer's input, normalised over some rows or all ranks; the layer then only scales."""
         mean, var = layer.running_mean, layer.running_var
         layer.training = mean is None and not self.active
@@ -175,7 +181,7 @@ class BatchStatistics:
         normal = ((wide - batch_mean.view(shape)) * scale).to(x.dtype)
         return ((normal, *args[1:]), kwargs) if args else ((normal,), {})
 
-    def _mix(self, layer: _BatchNorm, args: Any, kwargs: Any) -> None:
+    def _mix(self, layer: BatchNorm, args: Any, kwargs: Any) -> None:
         _restore(layer)
         mean, var = layer.running_mean, layer.running_var
         if mean is None or var is None:
@@ -191,12 +197,12 @@ class BatchStatistics:
         _override(layer, mixed_mean, torch.lerp(batch_var.to(var.dtype), var, self._share))
 
 
-def _override(layer: _BatchNorm, mean: Tensor, var: Tensor) -> None:
+def _override(layer: BatchNorm, mean: Tensor, var: Tensor) -> None:
     """Other statistics to normalise with: attributes, which hide the buffers of their names."""
     layer.__dict__.update(running_mean=mean, running_var=var)
 
 
-def _restore(layer: _BatchNorm, *_: Any) -> None:
+def _restore(layer: BatchNorm, *_: Any) -> None:
     """Show the buffers again; safe to call at any time."""
     layer.__dict__.pop("running_mean", None)
     layer.__dict__.pop("running_var", None)

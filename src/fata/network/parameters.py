@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from fata._text import listed, near
+from fata._torch import copy_all
 from fata.network.norms import norm_layers
 from fata.network.structure import truncated
 
 Params = str | Sequence[str]
-SETS = ("all", "truncated", "weights", "every")
+SETS = ("norm", "norm-truncated", "every", "weights")
 
 
 def choose(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
@@ -21,9 +22,9 @@ def choose(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
 
     Args:
         model: the model that adapts.
-        params: `all` normalisation layers; `truncated`: without the last stage or last three
-            blocks and what comes behind; `weights`: every weight and bias of the model; `every`
-            parameter; or names of parameters or of modules.
+        params: `norm`: all normalisation layers; `norm-truncated`: without those of the last
+            stage or the last three blocks and what follows; `every`: every parameter; `weights`:
+            every weight and bias (CoTTA's); or names of parameters or of modules.
     """
     every_name = model.named_parameters(remove_duplicate=False)  # tied ones have several
     named = {name: p for name, p in every_name if p.is_floating_point()}
@@ -45,7 +46,7 @@ def choose(model: nn.Module, params: Params) -> dict[str, nn.Parameter]:
                 f"(BatchNorm, GroupNorm, LayerNorm, RMSNorm). Name the parameters that should "
                 f"adapt: params=[...]."
             )
-        params = every if params == "all" else truncated(model)
+        params = every if params == "norm" else truncated(model)
     if not isinstance(params, Sequence) or not all(isinstance(name, str) for name in params):
         raise TypeError(f"params={params!r}: give one of {', '.join(map(repr, SETS))} or names.")
     return _named(model, named, params)
@@ -98,7 +99,7 @@ class Theta:
         if not self.parameters:
             return
         with torch.no_grad():
-            torch._foreach_copy_(self.parameters, self.split(theta))
+            copy_all(self.parameters, self.split(theta))
         torch.clear_autocast_cache()  # holds casts of the old values
 
     @contextmanager

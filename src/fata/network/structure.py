@@ -34,7 +34,7 @@ class Trunk:
 
     @property
     def last(self) -> tuple[str, ...]:
-        """The last stage, or the last three blocks: what `truncated` leaves out."""
+        """The last stage, or the last three blocks: what `norm-truncated` leaves out."""
         if self.equal:
             return self.names[-min(3, len(self.names) - 1) :]
         return self.names[self.cut :]

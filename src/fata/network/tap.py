@@ -1,7 +1,7 @@
 """z and the tail of any nn.Module, without tracing or splitting it.
 
 A recorded pass keeps the layer's output z and what the modules before the layer returned.
-`tail(z')` calls the model again with those modules answering from memory and the layer answering
+`tail(z')` calls the model again with those modules returning what is kept and the layer returning
 z', so that only what comes after the layer is computed.
 """
 
@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from fata._text import listed, near
+from fata._torch import tree_leaves, tree_map, version
+from fata.network.norms import is_norm
 from fata.network.structure import auto_layer, layers
 
-Answer = Callable[..., Any]
+Forward = Callable[..., Any]
 
 
 class Tap:
@@ -42,7 +43,20 @@ class Tap:
             )
         self.target = modules[self.layer]
         self._watched: list[nn.Module] | None = None  # modules that finish before the layer
+        self._channels: int | None = None
         self._cloned: set[nn.Module] = set()  # whose output is changed in place later in the pass
+
+    def channels(self, images: Tensor) -> int:
+        """Number of channels of z, by a pass over the first image; known from then on."""
+        if self._channels is None:
+            with torch.no_grad():
+                z = self.feature(images[:1]).z
+            self._channels = z.shape[self.channel_axis(z)]
+        return self._channels
+
+    def channel_axis(self, z: Tensor) -> int:
+        """Which axis of the layer's output holds the channels."""
+        return channel_axis(z, self.target)
 
     def record(self, images: Tensor) -> Recording:
         """Run the model on the images, ready to run its tail again."""
@@ -57,7 +71,7 @@ class Tap:
         return self._run(images, [])
 
     def _learn(self, images: Tensor) -> None:
-        """One pass that watches every module, to find those whose answers the tail needs."""
+        """One pass that watches every module, to find those whose outputs the tail needs."""
         with torch.no_grad():
             recording = self._run(images, [m for m in self.model.modules() if m is not self.target])
         self._watched = list(recording.memory)
@@ -65,7 +79,7 @@ class Tap:
 
     def _run(self, images: Tensor, watched: list[nn.Module]) -> Recording:
         recording = Recording(self, images)
-        with answering({m: recording.watch(m) for m in [*watched, self.target]}):
+        with replaced_forwards({m: recording.watch(m) for m in [*watched, self.target]}):
             recording.output = self.call(images)
         if recording.calls != 1:
             times = "never called" if not recording.calls else f"called {recording.calls} times"
@@ -79,7 +93,7 @@ class Tap:
 
 @dataclass(frozen=True)
 class Call:
-    """What a module answered, and the versions that its tensors had then."""
+    """What a module returned, and the versions that its tensors had then."""
 
     module: nn.Module
     output: Any
@@ -105,22 +119,22 @@ class Recording:
         return _first(self.layer_output, len(self.images), self.tap.layer)
 
     def tail(self, z: Tensor) -> Any:
-        """The model's output if the layer had answered z.
+        """The model's output if the layer had returned z.
 
-        z may have twice the rows of the pass: then every answer from memory is given twice over.
+        z may have twice the rows of the pass: then every kept output is returned twice over.
         """
         twice = len(z) == 2 * len(self.images)
         images = torch.cat((self.images, self.images)) if twice else self.images
-        answers: dict[nn.Module, Answer] = {self.tap.target: self._answer_layer(z)}
+        forwards: dict[nn.Module, Forward] = {self.tap.target: self._layer_returning(z)}
         for module, outputs in self.memory.items():
             if twice:
                 outputs = [_doubled(output, len(self.images)) for output in outputs]
-            answers[module] = _from_memory(module, outputs, module in self.tap._cloned)
-        with answering(answers):
+            forwards[module] = _from_memory(module, outputs, module in self.tap._cloned)
+        with replaced_forwards(forwards):
             return self.tap.call(images)
 
-    def watch(self, module: nn.Module) -> Answer:
-        """The module's own forward, with its answer noted down."""
+    def watch(self, module: nn.Module) -> Forward:
+        """The module's own forward, with its output kept."""
         forward = module.forward
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +148,7 @@ class Recording:
                 return forward(*args, **kwargs)
             self._frames.append([])
             output = forward(*args, **kwargs)
-            self._frames.pop()  # what ran inside is answered by this module as a whole
+            self._frames.pop()  # this module's output stands for what ran inside
             if not self.calls:
                 self._frames[-1].append(self._call(module, output))
             return output
@@ -156,36 +170,50 @@ class Recording:
         output = _cloned(output) if module in self.tap._cloned else output
         return Call(module, output, _versions(output))
 
-    def _answer_layer(self, z: Tensor) -> Answer:
+    def _layer_returning(self, z: Tensor) -> Forward:
         return lambda *args, **kwargs: _with(self.layer_output, self.z, z)
 
 
 @contextmanager
-def answering(answers: dict[nn.Module, Answer]) -> Iterator[None]:
-    """Let each module answer its calls with the given function instead of its forward."""
-    before = {module: module.__dict__.get("forward") for module in answers}
+def replaced_forwards(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
+    """Call the given function instead of a module's own forward, inside the context."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
     try:
-        for module, answer in answers.items():
-            module.__dict__["forward"] = answer
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
         yield
     finally:
-        for module, forward in before.items():
-            if forward is None:
+        for module, own in before.items():
+            if own is None:
                 module.__dict__.pop("forward", None)
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__["forward"] = own
 
 
-def _from_memory(module: nn.Module, outputs: list[Any], clone: bool) -> Answer:
-    """Answer as often as there are outputs to give, then compute (a ReLU that is used again)."""
+def channel_axis(z: Tensor, layer: nn.Module) -> int:
+    """Which axis of the layer's output holds the channels.
+
+    The one whose length is a width of the layer's own normalisation layers, or of its weights where
+    it has none; where both fit, or neither, the second of a map (B, D, H, W) and the last of tokens
+    (B, N, D).
+    """
+    norms = [p for module in layer.modules() if is_norm(module) for p in module.parameters()]
+    widths = {p.shape[0] for p in norms or layer.parameters() if p.ndim}
+    usual, other = (1, z.ndim - 1) if z.ndim == 4 else (z.ndim - 1, 1)
+    fits = z.shape[other] in widths and z.shape[usual] not in widths
+    return other if fits else usual
+
+
+def _from_memory(module: nn.Module, outputs: list[Any], clone: bool) -> Forward:
+    """Return the outputs one after the other, then compute (a ReLU that is used again)."""
     forward, rest = module.forward, iter(outputs)
 
-    def answer(*args: Any, **kwargs: Any) -> Any:
+    def returned(*args: Any, **kwargs: Any) -> Any:
         for output in rest:
             return _cloned(output) if clone else output
         return forward(*args, **kwargs)
 
-    return answer
+    return returned
 
 
 def _first(output: Any, rows: int, layer: str) -> Tensor:
@@ -219,4 +247,4 @@ def _doubled(output: Any, rows: int) -> Any:
 
 
 def _versions(output: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [version(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fata.adapter import Adapter
 from fata.methods import Norm, Source, describe
-from fata.methods.base import Batch, Memory, Method, OwnStep
+from fata.methods.base import Batch, CustomStep, Memory, Method
 from fata.methods.fata import Fata
 from fata.methods.losses import entropy
 from fata.methods.selection import Selection, reliable
@@ -70,7 +70,7 @@ class Case:
     @property
     def common(self) -> bool:
         """Whether the method goes the common way of one batch."""
-        return not isinstance(self.method, OwnStep)
+        return not isinstance(self.method, CustomStep)
 
     @property
     def learns(self) -> bool:
@@ -150,7 +150,7 @@ def only_named_parameters_move(case: Case) -> None:
     _run(adapter, case.stream())
     before = network(case.net).state_dict()
     for name, tensor in adapter.model.state_dict().items():
-        if name not in adapter.adapted:
+        if name not in adapter.trainable:
             _ensure(torch.equal(tensor, before[name]), f"{name} has moved")
 
 
@@ -200,8 +200,9 @@ def nothing_selected_moves_nothing(case: Case) -> None:
     adapter = case.adapter()
     _run(adapter, case.stream())
     engine, before = adapter._live(), adapter.state_dict()
-    engine.method = _idle(case.method)
-    engine.plus = dataclasses.replace(engine.plus, weight=0.0) if engine.plus else None
+    functions = engine.functions
+    functions.method = _idle(case.method)
+    functions.plus = dataclasses.replace(case.plus, weight=0.0) if case.plus else None
     adapter(case.stream()[0])
     after = adapter.state_dict()
     for name in before:
@@ -231,7 +232,7 @@ def selection_is_pure(case: Case) -> None:
     _run(adapter, case.stream())
     engine = adapter._live()
     batch = images(16, seed=8)
-    seen = engine._seen(batch, engine.predict(batch))
+    seen = engine._batch(batch, engine.predict(batch))
     memory = {name: tensor.clone() for name, tensor in engine.state.host.items()}
     logits = seen.logits.clone()
     first, second = (case.method.select(seen, engine.state.host) for _ in range(2))
@@ -248,7 +249,7 @@ def host_is_itself_beside_fata(case: Case) -> None:
     alone, zero = case.adapter(plus=None), case.adapter(plus=Fata(weight=0.0))
     _ensure_equal(_run(zero, case.stream()), _run(alone, case.stream()), "answers beside 0 x FATA")
     _ensure_equal(zero._live().state.theta, alone._live().state.theta, "theta beside 0 x FATA")
-    if case.method.ascent is None:  # SAM's second pass is at other weights with another loss
+    if case.method.sam_rho is None:  # SAM's second pass is at other weights with another loss
         alone, beside = case.adapter(plus=None), case.adapter(plus=Fata())
         alone(case.stream()[0]), beside(case.stream()[0])
         for name, tensor in alone._live().state.host.items():

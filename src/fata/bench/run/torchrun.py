@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from fata.adapter import check_group
 from fata.bench.cell import Cell
 from fata.bench.grid import GridError
 from fata.bench.run.local import Task
 from fata.bench.run.runner import Workshop
+from fata.engine.arguments import check_group
 
 
 def join(device: str) -> tuple[dist.ProcessGroup | None, str]:

@@ -1,8 +1,8 @@
 """bfloat16: what of a model is held in it, and where that pays.
 
-Convolutions and linear layers multiply by weights that do not adapt: those are halved, once. What
-adapts stays as it is, and norms are computed in full; so are layers that give logits, for entropies
-of logits in bfloat16 select other rows.
+Convolutions and linear layers multiply by weights that do not adapt: those are held in bfloat16.
+What adapts stays as it is. Normalisation and the layers that give logits are computed in float32,
+for entropies of logits in bfloat16 select other rows.
 """
 
 from __future__ import annotations
@@ -14,20 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
-from fata.engine.fast.programs import channels_last
-from fata.network.tap import Answer, answering
+from fata._torch import Convolution, has_bfloat16_products
+from fata.engine.fast.captured import channels_last
+from fata.network.tap import Forward, replaced_forwards
 
 WIDE = 100_000  # parameters from which on a network gains from it on a CPU
 
-Half = tuple[nn.Module, str, nn.Parameter]  # a layer, which of its parameters, and that in bfloat16
-
-
-def has_matrix_unit() -> bool:
-    """Whether the CPU has one for bfloat16."""
-    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # older torch cannot tell
+HalfWeight = tuple[nn.Module, str, nn.Parameter]  # a layer, its parameter, that in bfloat16
 
 
 def pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
@@ -35,10 +30,10 @@ def pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
     weights = list(model.parameters())
     wide = sum(w.numel() for w in weights) >= WIDE
     plain = all(w.dtype == torch.float32 for w in weights)
-    return device.type == "cpu" and wide and plain and has_matrix_unit()
+    return device.type == "cpu" and wide and plain and has_bfloat16_products()
 
 
-def heads_of(model: nn.Module, logits: Callable[[], Tensor]) -> list[nn.Module]:
+def logit_layers(model: nn.Module, logits: Callable[[], Tensor]) -> list[nn.Module]:
     """Layers that give logits: as many values as there are, or the last in the pass that is made.
 
     Those alone whose weights are in full.
@@ -48,7 +43,7 @@ def heads_of(model: nn.Module, logits: Callable[[], Tensor]) -> list[nn.Module]:
     def note(module: nn.Module, _: Any, output: Any) -> None:
         called.append((module, output.numel() if isinstance(output, Tensor) else 0))
 
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | _ConvNd)]
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | Convolution)]
     hooks = [layer.register_forward_hook(note) for layer in layers]
     try:
         size = logits().numel()
@@ -59,13 +54,13 @@ def heads_of(model: nn.Module, logits: Callable[[], Tensor]) -> list[nn.Module]:
     return [m for m in dict.fromkeys(heads) if m.weight.dtype == torch.float32]
 
 
-def halves(
+def half_weights(
     model: nn.Module, adapted: Sequence[Tensor], heads: Sequence[nn.Module], large: bool
-) -> Iterator[Half]:
+) -> Iterator[HalfWeight]:
     """Copies in bfloat16 of what convolutions and linear layers multiply by and does not adapt."""
     moving = {id(parameter) for parameter in adapted}
     for module in model.modules():
-        if isinstance(module, nn.Linear | _ConvNd) and module not in heads:
+        if isinstance(module, nn.Linear | Convolution) and module not in heads:
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in moving:
                     half = parameter.detach().bfloat16()
@@ -75,44 +70,44 @@ def halves(
 
 @contextmanager
 def in_half(
-    weights: Sequence[Half],
+    weights: Sequence[HalfWeight],
     norms: Sequence[nn.Module],
     heads: Sequence[nn.Module],
     device: torch.device,
 ) -> Iterator[None]:
     """A model computes in bfloat16 inside the context."""
     full = {head: _full(head) for head in heads}
-    answers = answering({norm: _narrow(norm) for norm in norms} | full)
+    forwards = replaced_forwards({norm: _narrow(norm) for norm in norms} | full)
     half = torch.autocast(device.type, torch.bfloat16, cache_enabled=False)  # it may be outlived
     attention = PlainAttention() if device.type == "cpu" else nullcontext()
-    with _swapped(weights), answers, half, attention:
+    with _swapped(weights), forwards, half, attention:
         yield
 
 
-def _narrow(norm: nn.Module) -> Answer:
-    """Normalise in full precision, answer in the input's."""
+def _narrow(norm: nn.Module) -> Forward:
+    """Normalise in full precision, return the input's."""
     forward = norm.forward
 
-    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def replaced(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = forward(x, *args, **kwargs)
         return output.to(x.dtype) if isinstance(output, Tensor) else output
 
-    return answer
+    return replaced
 
 
-def _full(head: nn.Module) -> Answer:
+def _full(head: nn.Module) -> Forward:
     """Compute in full precision."""
     forward = head.forward
 
-    def answer(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def replaced(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(x.device.type, enabled=False):
             return forward(x.float(), *args, **kwargs)
 
-    return answer
+    return replaced
 
 
 class PlainAttention(TorchFunctionMode):
-    """Attention as two products: in bfloat16 the way back of torch's own is slow on a CPU."""
+    """Attention as two products: torch's own backward pass is slow on a CPU in bfloat16."""
 
     def __torch_function__(
         self,
@@ -121,7 +116,7 @@ class PlainAttention(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function; attention that is masked, or whose way back nobody goes, is torch's."""
+        """Call a function; attention that is masked, or without a gradient, is torch's."""
         options = kwargs or {}
         if func is F.scaled_dot_product_attention and len(args) == 3 and torch.is_grad_enabled():
             scale, special = options.get("scale"), {**options, "scale": None}.values()
@@ -133,13 +128,13 @@ class PlainAttention(TorchFunctionMode):
 
 
 @contextmanager
-def _swapped(weights: Sequence[Half]) -> Iterator[None]:
+def _swapped(weights: Sequence[HalfWeight]) -> Iterator[None]:
     """The model with these parameters inside the context."""
-    before = [(module, name, module._parameters[name]) for module, name, _ in weights]
+    before = [(module, name, getattr(module, name)) for module, name, _ in weights]
     try:
         for module, name, half in weights:
-            module._parameters[name] = half
+            setattr(module, name, half)
         yield
     finally:
         for module, name, parameter in before:
-            module._parameters[name] = parameter
+            setattr(module, name, parameter)

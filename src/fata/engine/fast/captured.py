@@ -1,7 +1,7 @@
-"""Functions of tensors of fixed shapes that are recorded, and compiled where they are used often.
+"""Functions of tensors of fixed shapes that are captured, and compiled if they are called often.
 
-Recorded as a CUDA graph, a pass is one launch instead of some thousand. Compiled, it is one graph
-of torch's own operations, with its loss and its way back, whatever the model does in Python:
+Captured as a CUDA graph, a pass is one launch instead of some thousand. Compiled, it is one graph
+of torch's own operations, with loss and backward pass, whatever the model does in Python:
 element-wise work is fused into what it belongs to, and convolutions run channels-last.
 """
 
@@ -21,53 +21,53 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from fata._torch import TorchDispatchMode, copy_all, place_of, tree_leaves
 from fata.engine.fast.decompositions import TABLE
+from fata.engine.fast.trees import flatten, rebuild, structure
 
-log = logging.getLogger("fata.program")
+log = logging.getLogger("fata.compile")
 
-OFTEN = 64  # calls after which a program is compiled
+OFTEN = 64  # calls after which a function is compiled
 WAITS = {  # operations that wait for the device
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive"),
     "lift_fresh",  # a value of Python's that was copied there
 }
-_RECORDING = threading.Lock()
+_CAPTURING = threading.Lock()
 
 Flat = Callable[..., Sequence[Tensor]]
 
 
-class Pool:
-    """Memory that recordings share, since they never run at the same time; ends with the last."""
+class MemoryPool:
+    """Memory that captures share, since they never run at the same time; ends with the last."""
 
     def __init__(self) -> None:
         self.handle = torch.cuda.graph_pool_handle()
 
 
-class Pools:
-    """One pool for compiled programs, and one for others: once all are compiled, it is free."""
+class MemoryPools:
+    """One pool for compiled functions, and one for others: once all are compiled, it is free."""
 
     def __init__(self) -> None:
-        self._used: weakref.WeakValueDictionary[bool, Pool] = weakref.WeakValueDictionary()
+        self._used: weakref.WeakValueDictionary[bool, MemoryPool] = weakref.WeakValueDictionary()
         self._stream: torch.cuda.Stream | None = None
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """To record on; torch's own is on the GPU that came first."""
+        """To capture on; torch's own is on the GPU that came first."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         return self._stream
 
-    def of(self, compiled: bool) -> Pool:
+    def of(self, compiled: bool) -> MemoryPool:
         """The one in use, or a new one: torch takes none up again that was given back."""
-        pool = self._used.get(compiled) or Pool()
+        pool = self._used.get(compiled) or MemoryPool()
         self._used[compiled] = pool
         return pool
 
 
-class Kept:
-    """Where a batch is put once, for all programs that read it; ends with the last of them."""
+class StaticInputs:
+    """Where a batch is put once, for all captures that read it; ends with the last of them."""
 
     def __init__(self) -> None:
         self._places: weakref.WeakValueDictionary[object, Tensor] = weakref.WeakValueDictionary()
@@ -86,7 +86,7 @@ class Kept:
         return place
 
 
-class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Gives every operation inside the context to `run`."""
 
     def __torch_dispatch__(
@@ -104,8 +104,8 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class Found(Watching):
-    """Holds the memory that a function finds, rather than makes: recorded, it is read for ever.
+class ExternalMemory(OperationHook):
+    """Holds the memory that a function finds, rather than makes: a capture reads it for ever.
 
     A model may drop it before, such as what it keeps for the size of the latest images.
     """
@@ -117,18 +117,18 @@ class Found(Watching):
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation takes and no other has given was there before."""
-        taken = {s._cdata: s for s in _storages((args, kwargs))}
+        taken = {place_of(s): s for s in _storages((args, kwargs))}
         self.storages |= {place: s for place, s in taken.items() if place not in self._made}
         given = func(*args, **kwargs)
-        self._made |= {s._cdata for s in _storages(given)}
+        self._made |= {place_of(s) for s in _storages(given)}
         return given
 
 
-class Waiting(Watching):
-    """Refuses what waits for a device. So does a recording, but torch before 2.12 is unwell then.
+class NoWait(OperationHook):
+    """Raises for what waits for a device. So does a capture, but torch before 2.12 is broken then.
 
     Args:
-        device: that would record.
+        device: that would capture.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -154,35 +154,35 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 
 
 @dataclass
-class Program:
-    """A function of trees of tensors; on a GPU recorded at its second call.
+class CapturedFunction:
+    """A function of trees of tensors; on a GPU captured at its second call.
 
     Args:
         function: gives the same outputs for the same inputs and weights, and changes nothing.
-        spec: of its arguments.
+        arguments: their structure.
         after: what is done with the first output in the end, or None.
-        pools: memory to record in.
+        pools: memory to capture in.
         name: what a message calls it.
         compiles: whether it is worth compiling.
-        kept: tensors that are read where they are; all others are copied.
+        static: tensors that are read where they are; all others are copied.
     """
 
     function: Callable[..., Any]
-    spec: TreeSpec
+    arguments: Any
     after: Callable[[Tensor], None] | None
-    pools: Pools
+    pools: MemoryPools
     name: str
     compiles: bool
-    kept: Kept = field(default_factory=Kept)
+    static: StaticInputs = field(default_factory=StaticInputs)
     compile_seconds: float = 0.0
     _flat: Flat | None = None  # compiled
     _calls: int = 0
     _graph: torch.cuda.CUDAGraph | None = None
     _inputs: list[Tensor] = field(default_factory=list, repr=False)
     _outputs: Sequence[Tensor] = field(default=(), repr=False)
-    _outcome: TreeSpec | None = None
-    _pool: Pool | None = None
-    _found: Found | None = field(default=None, repr=False)
+    _outcome: Any = None  # its structure
+    _pool: MemoryPool | None = None
+    _external: ExternalMemory | None = field(default=None, repr=False)
 
     @property
     def compiled(self) -> bool:
@@ -196,17 +196,16 @@ class Program:
         if compiles:
             self._compile(given)
         if given[0].is_cuda and (compiles or calls == 2):
-            self._record(given)
-        self._calls = calls  # where that was interrupted, the next call begins it anew
+            self._capture(given)
+        self._calls = calls  # where that was interrupted, the next call does it again
         if self._graph is None:  # what it gives may be of what it was given
-            outputs = self._through([t.clone() if t in self.kept else t for t in given])
+            outputs = self._through([t.clone() if t in self.static else t for t in given])
         else:
             copy(self._inputs, given)
             self._graph.replay()
             outputs = [torch.empty_like(output) for output in self._outputs]
             copy(outputs, self._outputs)
-        assert self._outcome is not None
-        return tree_unflatten(outputs, self._outcome)
+        return rebuild(self._outcome, iter(outputs))
 
     def _through(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs = (self._flat or self._plain)(*given)
@@ -215,35 +214,38 @@ class Program:
         return outputs
 
     def _plain(self, *given: Tensor) -> Sequence[Tensor]:
-        outputs, self._outcome = tree_flatten(self.function(*tree_unflatten(given, self.spec)))
+        outcome = self.function(*rebuild(self.arguments, iter(given)))
+        outputs = list[Tensor]()
+        flatten(outcome, outputs, [])
+        self._outcome = structure(outcome)
         return outputs
 
-    def _record(self, given: Sequence[Tensor]) -> None:
+    def _capture(self, given: Sequence[Tensor]) -> None:
         graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
         pool = self.pools.of(compiled=self._flat is not None)
-        stream, found = self.pools.stream(own[0].device), Found()
+        stream, external = self.pools.stream(own[0].device), ExternalMemory()
         try:
             if self._flat is None:
-                with Waiting(own[0].device):
+                with NoWait(own[0].device):
                     self._plain(*own)
             with (
                 _keeping_garbage(),
                 torch.cuda.stream(torch.cuda.current_stream()),  # torch leaves its own, if it fails
-                found if self._flat is None else nullcontext(),  # what is compiled holds its own
+                external if self._flat is None else nullcontext(),  # what is compiled holds its own
                 torch.cuda.graph(
                     graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"
                 ),
             ):
                 outputs = self._through(own)
         except RuntimeError as error:
-            _left("recorded", error)  # where there is a recording, it stays
+            _left("captured", error)  # if there is a capture already, it stays
         else:
             self._graph, self._inputs, self._outputs = graph, own, outputs
-            self._pool, self._found = pool, found
+            self._pool, self._external = pool, external
 
     def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
-        return [t if t in self.kept else own(t, self.compiles) for t in given]
+        return [t if t in self.static else own(t, self.compiles) for t in given]
 
     def _compile(self, given: Sequence[Tensor]) -> None:
         begun = time.perf_counter()
@@ -263,7 +265,7 @@ def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
     run = torch.compile(graph, fullgraph=True, dynamic=False)
 
     def without_gradient(*tensors: Tensor) -> Sequence[Tensor]:
-        with torch.no_grad():  # the way back is part of the graph
+        with torch.no_grad():  # the backward pass is part of the graph
             return run(*tensors)  # type: ignore[no-any-return]
 
     with warnings.catch_warnings():
@@ -283,11 +285,11 @@ def copy(into: Sequence[Tensor], given: Sequence[Tensor]) -> None:
             ours.append(own)
             theirs.append(new)
     for ours, theirs in alike.values():
-        torch._foreach_copy_(ours, theirs, non_blocking=True)
+        copy_all(ours, theirs, non_blocking=True)
 
 
 def own(tensor: Tensor, large: bool) -> Tensor:
-    """A copy to record with; for a large network, as its convolutions want it."""
+    """A copy to capture with; for a large network, as its convolutions want it."""
     tensor = channels_last(tensor) if large else tensor
     return tensor.clone(memory_format=torch.preserve_format)
 
@@ -299,8 +301,8 @@ def channels_last(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _keeping_garbage() -> Iterator[None]:
-    """To drop a recording spoils the one at hand, and garbage may hold some. One at a time."""
-    with _RECORDING:
+    """To free a capture spoils the one at hand, and garbage may hold some. One at a time."""
+    with _CAPTURING:
         collects = gc.isenabled()
         gc.disable()
         try:

@@ -1,0 +1,75 @@
+"""An engine from what a user gives."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from fata.distributed.group import RankGroup
+from fata.engine import arguments
+from fata.engine.checkpoint import described, fingerprint
+from fata.engine.engine import Engine
+from fata.engine.execution import Direct
+from fata.engine.fast.execution import Fast
+from fata.engine.fisher import FisherData, fisher
+from fata.engine.ownership import Settings
+from fata.engine.rates import check_rate, is_transformer_like, rate
+from fata.guard.policy import Guard
+from fata.methods.base import Method
+from fata.methods.fata import Fata
+from fata.network.parameters import Params, Theta, choose
+
+SPEEDS = {"exact": Direct, "fast": Fast}
+
+
+def build(
+    model: nn.Module,
+    method: Method,
+    plus: Fata | None,
+    settings: Settings,
+    lr: float | str | None,
+    params: Params | None,
+    fisher_data: FisherData | None,
+    guard: Guard | bool | None,
+    seed: int,
+    speed: str | None,
+    group: ProcessGroup | None,
+) -> Engine:
+    """The engine of an adapter; `settings` restores the model if something is wrong."""
+    arguments.check_method(method, plus, fisher_data)
+    check_rate(lr)
+    arguments.check_seed(seed)
+    speed = arguments.default_speed(model, group) if speed is None else speed
+    if speed not in SPEEDS:
+        raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
+    arguments.check_group(group, speed)
+    params = arguments.renamed(params)
+    params = params if params is not None else method.params
+    params = params or ("norm-truncated" if plus else None)
+    theta = Theta(choose(model, params) if params is not None else {})
+    vit, watch = is_transformer_like(model), arguments.guard_of(guard)
+
+    def learning_rate(rows: int) -> float:
+        if lr is None or isinstance(lr, str):
+            return rate(lr or "paper", method, vit, rows)
+        return float(lr)
+
+    with torch.inference_mode(False):
+        engine = Engine(model, method, plus, theta, learning_rate, vit, seed, watch, SPEEDS[speed])
+        try:
+            model.eval()  # dropout and stochastic depth off
+            model.requires_grad_(False)
+            for parameter in theta.parameters:
+                parameter.requires_grad_(True)
+            if fisher_data is not None:
+                engine.functions.fisher = fisher(engine, fisher_data)
+                engine.state = engine.fresh()
+            ranks = RankGroup.of(group)
+            if isinstance(ranks, RankGroup):
+                ranks.agree(model=fingerprint(engine), lr=f"{lr}", **described(engine))
+                engine.join(ranks)
+        except BaseException:
+            settings.restore(engine)
+            raise
+    return engine

@@ -1,0 +1,383 @@
+"""One adapting model: calls the parts of a step in order, keeps the state, undoes what fails.
+
+    images -> see -> logits of all rows -------------------------------------------> returned
+               v rows        which rows were selected: the one wait for the device
+               v learn       SAM's ascent, descent, the host's running means
+               v recover     SAR's rule
+               v observe     FATA's moving average
+               v guard       compares with the source model's predictions now and then
+
+`step.py` has the functions of a step, `execution.py` how they are run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fata._text import listed
+from fata.distributed.ranks import Ranks
+from fata.engine.execution import Direct, NotFiniteError
+from fata.engine.network import Network, stand_in
+from fata.engine.state import Given, Moved, Moving, Seen, State
+from fata.engine.step import DENSE, Step
+from fata.engine.updates import guarded_sgd
+from fata.guard.policy import Guard, Watch
+from fata.methods.base import Batch, CustomStep, Method
+from fata.methods.fata import Fata
+from fata.network.parameters import Theta
+
+FIRST = 4  # steps of which one should move something
+
+
+class Engine:
+    """A model that moves: its parameters theta, its state, and the step that changes both."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        method: Method,
+        plus: Fata | None,
+        theta: Theta,
+        rate: Callable[[int], float],
+        vit: bool,
+        seed: int,
+        guard: Guard | None = None,
+        execution: type[Direct] = Direct,
+    ) -> None:
+        self.theta, self.rate, self.vit, self.seed = theta, rate, vit, seed
+        self.network = Network(model, method, plus, self._count)
+        self.functions = Step(self.network, method, plus, theta)
+        self.execution = execution(self.functions)
+        self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
+        self._moves = False  # whether a step has moved something, or was said not to
+        self.state = self.fresh()
+        self.watch = Watch(guard, self) if guard and self._drifts() else None
+
+    def _drifts(self) -> bool:
+        """Whether there is something that could go wrong over time."""
+        return bool(self.theta.names) and not (
+            isinstance(self.method, CustomStep) and self.method.episodic
+        )
+
+    @property
+    def method(self) -> Method:
+        """The host."""
+        return self.functions.method
+
+    @property
+    def plus(self) -> Fata | None:
+        """FATA, or None."""
+        return self.functions.plus
+
+    @property
+    def layer(self) -> str | None:
+        """Name of the layer that FATA taps."""
+        return self.network.tap.layer if self.network.tap else None
+
+    @property
+    def source(self) -> Tensor:
+        """The parameters before the first batch."""
+        return self.functions.source
+
+    @property
+    def group(self) -> Ranks:
+        """The ranks that share every batch."""
+        return self.network.group
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the rows of a batch see each other, by BatchNorm."""
+        return self.network.coupled
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self.network.device
+
+    def fresh(self) -> State:
+        """The state before the first batch."""
+        return State(self.source, torch.zeros_like(self.source), self.seed)
+
+    def generator(self, purpose: str, device: str | None = None) -> torch.Generator:
+        """Random draws for one purpose on this batch; they depend on (seed, batch, purpose)."""
+        return torch.Generator(device or self.device).manual_seed(self._seed(purpose))
+
+    # -- predicting ---------------------------------------------------------------------------
+
+    def predict(self, images: Tensor, running: bool = False) -> Tensor:
+        """Logits of the images as the model stands, without a gradient.
+
+        With `running`, BatchNorm normalises with its running statistics.
+        """
+        statistics = self.network.running_statistics() if running else nullcontext()
+        with statistics, torch.no_grad():
+            return self.execution.predict(images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the images, with a gradient where it is enabled."""
+        if torch.is_grad_enabled():
+            return self.network.forward(images)
+        return self.execution.predict(images)
+
+    @property
+    def prediction_weights(self) -> Tensor:
+        """The weights that predict: the adapted ones, the source's or a teacher's."""
+        if self.state.watched.source_answers:
+            return self.source
+        if isinstance(self.method, CustomStep):
+            return self.method.prediction_weights(self)
+        return self.state.theta
+
+    def predict_only(self, images: Tensor) -> Tensor:
+        """What a frozen adapter predicts; learns and counts nothing."""
+        weights, back = self.prediction_weights, self.state.theta
+        moved = nullcontext() if weights is back else self.theta.at(weights, back)
+        with self.counted_apart(), moved:
+            return self.predict(images, self.state.watched.running)
+
+    def counted_apart(self) -> AbstractContextManager[dict[str, int]]:
+        """The rows that are passed inside are not counted in the state."""
+        return self.network.counted_apart()
+
+    def local_statistics(self) -> AbstractContextManager[None]:
+        """BatchNorm uses this rank's rows alone."""
+        return self.network.local_statistics()
+
+    # -- one batch ----------------------------------------------------------------------------
+
+    @property
+    def learns(self) -> bool:
+        """Whether the next batch is learned from."""
+        watched = self.state.watched
+        return bool(self.theta.names) and not (watched.resting or watched.running)
+
+    @property
+    def checks_pixels(self) -> bool:
+        """Whether the next step raises NotFiniteError by itself."""
+        custom = isinstance(self.method, CustomStep)
+        return self.learns and not custom and self.execution.checks_pixels
+
+    def step(self, images: Tensor) -> Tensor:
+        """Predict a batch and learn from it; returns the logits of the clean images.
+
+        A step that fails, or is interrupted, leaves model and state as they were before it.
+        """
+        watched = replace(self.state.watched, events=list(self.state.watched.events))
+        before = replace(self.state, counts=dict(self.state.counts), watched=watched)
+        snapshots = self.watch.states if self.watch else ()
+        try:
+            logits = self._learned(images)
+            if self.watch:
+                own, logits = logits, self.watch.see(images, logits)
+                if logits is not own:
+                    self.selected = None  # what was learned from is not what is predicted
+            self.state.count(seen=len(images))
+            self.group.tally(self.state.counts, before.counts)
+            if not self._moves:
+                self._check_moves(before.counts)
+        except BaseException as error:
+            self.state, self.selected = before, None
+            self.theta.write(before.theta)
+            if self.watch:
+                self.watch.states = snapshots
+            self.group.tell(error)
+            raise
+        self.state.batches += 1
+        return logits
+
+    def _learned(self, images: Tensor) -> Tensor:
+        """Logits of a batch, once it is learned from."""
+        if not self.learns:
+            self.selected = None
+            return self.predict(images, self.state.watched.running)
+        if isinstance(self.method, CustomStep):
+            return self.method.step(self, images)
+        if len(images):
+            with self.execution.stepping(images):
+                return self._step(images)
+        with self.group.standing_in():
+            logits = self._step(stand_in(images))[:0]
+        self.selected = logits[:, 0].bool(), logits[:, 0].bool()
+        return logits
+
+    def _step(self, images: Tensor) -> Tensor:
+        """The step of one batch; see the top of this file."""
+        state = self.state
+        given = Given(self.execution.place(images), self._noise(images), state.host, state.plus)
+        rate = self.rate(self.group.rows(len(images))) * state.watched.scale
+        moving = Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
+        dense = self.coupled or state.share >= DENSE
+        seen = self.execution.see(given, moving, dense, partial(self._batch, images))
+        terms, moved = seen.terms, seen.moved
+        self.selected = terms.host.rows, terms.plus.rows
+        if moved is not None and self.coupled:  # all rows learn at once: nothing to wait for
+            state.count(host=terms.host.rows.sum(), plus=terms.plus.rows.sum())
+        else:
+            moved = self._learn(seen, given.images, moving)
+        if moved is not None:
+            state.theta, state.velocity, state.host, stepped, dropped = moved
+            state.count(stepped=stepped, dropped=dropped)
+        if self._recover():
+            self.theta.write(state.theta)
+        if self.plus and seen.perturb:
+            state.plus = self.plus.observe(seen.perturb, state.plus)
+        return terms.batch.logits
+
+    def _learn(self, seen: Seen, images: Tensor, moving: Moving) -> Moved | None:
+        """Learn from the selected rows, read from `images`; None: there are none."""
+        chosen, host, plus, whole = self._rows(seen)
+        if not whole:  # 0 x NaN is not 0 in a gradient of all rows
+            self.theta.write(moving.theta)
+            seen = replace(seen, first=None, climbed=False, moved=None)
+        if seen.moved is not None:
+            return seen.moved
+        terms = seen.terms
+        if not host and not plus:
+            self.state.host = self.method.observe(terms.batch, terms.host, self.state.host)
+            return None
+        seen = replace(seen, terms=replace(terms, batch=replace(terms.batch, images=images)))
+        if self.method.sam_rho is not None:
+            if host and not seen.climbed:
+                self._climb(seen, chosen[0], moving)
+            return self._descend(seen, chosen.any(0), plus, moving)
+        if seen.first is None:
+            rows = torch.ones_like(chosen[0]) if self.coupled else chosen.any(0)
+            return self._descend(seen, rows, plus, moving)
+        first = seen.first if plus else replace(seen.first, augmented=None)
+        given = first, terms, terms, self.state.host, moving
+        moved: Moved = self.execution.run("descend", self.functions.descend, *given, moves=True)
+        return moved
+
+    def _climb(self, seen: Seen, rows: Tensor, moving: Moving) -> None:
+        """The model goes to SAM's ascent point."""
+        functions, run = self.functions, self.execution.run
+        if seen.first is not None:
+            run("climb", functions.climb, seen.first, seen.terms, moving.theta, moves=True)
+            return
+        rows = torch.ones_like(rows) if self.coupled else rows
+        with self.group.taking(rows.nonzero()[:, 0]) as index:
+            given = self.execution.rows(index, "climb"), seen.terms, moving.theta
+            run("climb", functions.climb_rows, *given, moves=True)
+
+    def _descend(self, seen: Seen, rows: Tensor, plus: bool, moving: Moving) -> Moved:
+        """A step by a new pass over some rows."""
+        name = "descend with FATA" if plus else "descend"
+        perturb = [seen.perturb] if plus and seen.perturb else []
+        with self.group.taking(rows.nonzero()[:, 0]) as index:
+            given = self.execution.rows(index, name), seen.terms, perturb, self.state.host, moving
+            moved: Moved = self.execution.run(name, self.functions.descend_rows, *given, moves=True)
+        return moved
+
+    def _rows(self, seen: Seen) -> tuple[Tensor, bool, bool, bool]:
+        """Which rows each term selected: the wait for the device.
+
+        Also whether each term selected any, on some rank; and whether a gradient of all rows will
+        do: rows that are not finite spoil it, unless they share statistics with the others anyway.
+        """
+        state, terms = self.state, seen.terms
+        found = torch.stack((terms.host.rows, terms.plus.rows, seen.finite, seen.pixels)).cpu()
+        if not found[3].all():
+            raise NotFiniteError
+        chosen, finite = found[:2], found[2]
+        rows = self.group.rows(len(finite))
+        host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
+        state.count(host=host, plus=plus)
+        share = (torch.tensor(float(either)) / rows).item()
+        state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
+        return chosen, bool(host), bool(plus), self.coupled or fine == rows
+
+    def _recover(self) -> bool:
+        """Restart from the source weights where the method says so, with no momentum or memory."""
+        state, lost = self.state, self.method.recover(self.state.host)
+        if lost is None or not lost:
+            return False
+        state.count(recovered=1)
+        state.theta, state.velocity, state.host = self.source, torch.zeros_like(self.source), {}
+        return True
+
+    def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:
+        """Descend. A gradient that is not finite moves nothing, nor does one of zero by itself."""
+        state = self.state
+        lr *= state.watched.scale
+        update = guarded_sgd(state.theta, state.velocity, gradient, lr, nesterov=nesterov)
+        state.theta, state.velocity, stepped, dropped = update
+        state.count(stepped=stepped, dropped=dropped)
+
+    def _noise(self, images: Tensor) -> list[Tensor]:
+        """FATA's alpha and beta for these rows, from one random draw for all ranks."""
+        if self.plus is None or self.network.tap is None:
+            return []
+        rows, here = self.group.place(len(images))
+        channels, device = self.network.tap.channels(images), images.device
+        draws = self.plus.draw(rows, channels, self.generator("plus"), device)
+        return [part[here].to(device) for part in draws]  # one's own may be elsewhere
+
+    def _batch(self, images: Tensor, logits: Tensor) -> Batch:
+        """A batch as a method sees it."""
+        return Batch(images, logits, self.predict, self._seed("host"), self.group)
+
+    def _check_moves(self, before: Mapping[str, int | Tensor]) -> None:
+        """Warn once of parameters that stay; waits for the device until a step has moved some."""
+        counts, names, unused = self.state.counts, self.theta.names, self.theta.unused or []
+        if all(counts.get(name, 0) == before.get(name, 0) for name in ("host", "plus")):
+            return
+        stepped, dropped = (int(counts.get(name, 0)) for name in ("stepped", "dropped"))
+        reached = len(unused) < len(names)
+        if not stepped and dropped < (FIRST if reached else 1):  # a black image may have none
+            return
+        self._moves = True
+        if stepped and not unused:
+            return
+        what = f"{len(unused)} of {len(names)} parameters that adapt will never move"
+        why, which = "no gradient reaches them", unused
+        if reached and not stepped:
+            what = f"the first {dropped} steps moved nothing"
+            why, which = "the gradient of what adapts is zero or not finite", names
+        warnings.warn(
+            f"{what}: {why} ({listed(which, 4)}). Choose others by params=[...]; of a quantised "
+            f"model adapt the float one, and quantise what unwrap() returns.",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+    # -- where it is --------------------------------------------------------------------------
+
+    def join(self, group: Ranks) -> None:
+        """Share every batch with other ranks from now on."""
+        self.network.join(group)
+        if self.functions.fisher is not None:
+            self.functions.fisher = group.sum(self.functions.fisher) / group.size
+
+    def move(self) -> None:
+        """Follow the model to another device."""
+        here, state, functions = self.device, self.state, self.functions
+        functions.source = functions.source.to(here)
+        functions.fisher = None if functions.fisher is None else functions.fisher.to(here)
+        state.theta, state.velocity = state.theta.to(here), state.velocity.to(here)
+        state.host = {name: tensor.to(here) for name, tensor in state.host.items()}
+        state.plus = {name: tensor.to(here) for name, tensor in state.plus.items()}
+        state.guard = {name: tensor.to(here) for name, tensor in state.guard.items()}
+        if self.watch:
+            self.watch.forget()
+        state.counts = {name: int(number) for name, number in state.counts.items()}
+        self.execution.forget()
+
+    def close(self) -> None:
+        """Give the model its own statistics back."""
+        self.network.close()
+        self.execution.close()
+
+    def _count(self, **rows: int) -> None:
+        self.state.count(**rows)
+
+    def _seed(self, purpose: str) -> int:
+        text = f"{self.state.seed}/{self.state.batches}/{purpose}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -1,0 +1,323 @@
+"""The fast execution of a step: its functions captured and compiled, in bfloat16.
+
+    see        a gradient-free pass over all rows, and what each term selects; a method that runs
+               the model to select does so behind it
+    climb      SAM's ascent, by the host's rows
+    descend    a pass with gradient over the selected rows, update, observe
+    whole      all of it (up: as far as the ascent), where most rows are selected or where rows
+               share BatchNorm's statistics
+
+A capture has fixed shapes, so rows are padded to a few sizes. Padding weighs nothing, in
+BatchNorm's statistics neither. Between two captures one result is waited for: which rows to gather.
+
+Weights that do not adapt are held in bfloat16; what adapts, logits and sums stay in float32. On a
+CPU nothing is captured: the step runs directly, in bfloat16 where the CPU has a unit for its matrix
+products (Intel's AMX).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fata._device import Deferred
+from fata._torch import version
+from fata.engine.execution import Direct, NotFiniteError
+from fata.engine.fast.bfloat16 import HalfWeight, half_weights, in_half, logit_layers, pays_on_cpu
+from fata.engine.fast.captured import CapturedFunction, MemoryPools, StaticInputs
+from fata.engine.fast.trees import batch_of, flatten, structure
+from fata.engine.state import Given, Moved, Moving, Pass, Rows, Seen, Terms
+from fata.engine.step import Step
+from fata.methods.base import Batch
+from fata.methods.fata import Perturb
+from fata.methods.selection import Selection
+from fata.network.norms import norm_layers
+
+LARGE = 5_000_000  # parameters from which on a network is worth compiling
+MOST = 64  # captures that are kept, where batches are of many sizes
+PARTS = 16  # of a batch, that there are captures for
+ROOM = 2  # times the rows that a compiled function may have; one not compiled is 2.5 times as slow
+RARE = 64  # times that some number of rows goes through any compiled function that is large enough
+
+
+class Outcome(NamedTuple):
+    """What a capture gives of the first pass."""
+
+    logits: Tensor
+    finite: Tensor  # rows whose logits are
+    pixels: Tensor  # whether all of the images' are
+    host: Selection
+    plus: Selection
+    perturb: Sequence[Perturb]  # one, or none
+
+
+@dataclass
+class Cached:
+    """A captured function, the rows it takes, and when it last ran."""
+
+    function: CapturedFunction
+    rows: int  # that it is given, with padding,
+    of: tuple[str, int]  # for what, and of a batch of how many
+    passed: dict[str, int] | None = None
+    latest: float = 0
+
+
+class Fast(Direct):
+    """Runs the functions of a step captured on a GPU, and in bfloat16 where that pays."""
+
+    _cache: dict[object, Cached]
+    _halves: list[HalfWeight] | None
+
+    def __init__(self, step: Step) -> None:
+        super().__init__(step)
+        self.compile_seconds = 0.0
+        self._rows = 0  # of the batch at hand
+        self.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, which makes its own captures: they know where this model's weights are."""
+        return {**self.__dict__, "_cache": None, "_pools": None, "_inputs": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.forget()
+
+    def forget(self) -> None:
+        """Capture everything again."""
+        model = self.network.model
+        self._cache, self._asked = {}, Counter[object]()
+        self._parameters = list(model.parameters())
+        moving = {id(parameter) for parameter in self.step.theta.parameters}
+        self._fixed = [p for p in self._parameters if id(p) not in moving and not p.is_inference()]
+        self._known = self._weights()
+        self._captures = on_gpu = self.network.device.type == "cuda"
+        self._pools, self._inputs = MemoryPools(), StaticInputs()
+        self._large = on_gpu and sum(p.numel() for p in self._parameters) >= LARGE
+        self._norms = [norm for _, norm in norm_layers(model)]
+        self._heads: list[nn.Module] = []
+        self._halves = None  # until the first batch
+
+    def close(self) -> None:
+        """Give back the memory of all captures."""
+        self._cache.clear()
+        self._halves = []
+
+    @property
+    def checks_pixels(self) -> bool:  # type: ignore[override]
+        """What came of captures can be undone when it is known that a pixel is not finite."""
+        return not self._directly
+
+    @property
+    def _directly(self) -> bool:
+        """Whether a step is not captured: on a CPU, or if it runs the model at SAM's point."""
+        method = self.step.method
+        return not self._captures or (method.select_runs_model and method.sam_rho is not None)
+
+    # -- as Direct ----------------------------------------------------------------------------
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits of the images without a gradient, by a capture."""
+        if not self._rows:
+            self._find_weights(images)
+        if not self._captures:
+            with self._in_half():
+                return super().predict(images)
+        rows, real = len(images), list[Tensor]()
+        size, shared = self._size(rows, "predict"), self.network.coupled and rows < self._rows
+        if size > rows or shared:
+            padded, mask = self._padded(torch.arange(rows), size)
+            images = images[padded] if size > rows else images
+            real = [mask] if shared else []
+        logits: Tensor = self._captured("predict", self._predict, images, real)
+        return logits[:rows]
+
+    @contextmanager
+    def stepping(self, images: Tensor) -> Iterator[None]:
+        """Surrounds a step on these images."""
+        self._find_weights(images)
+        self._rows = 0 if self._directly else len(images)
+        try:
+            with self._in_half() if self._directly and not self._captures else nullcontext():
+                yield
+        finally:
+            self._rows = 0
+
+    def place(self, images: Tensor) -> Tensor:
+        """The images where the captures read them."""
+        captured = images.is_cuda and not self._directly
+        return self._inputs.put(images, self._large) if captured else images
+
+    def see(
+        self, given: Given, moving: Moving, dense: bool, batch: Callable[[Tensor], Batch]
+    ) -> Seen:
+        """The first pass; with all that follows, where all rows learn."""
+        if self._directly:
+            return super().see(given, moving, dense, batch)
+        method, coupled = self.step.method, self.network.coupled
+        dense = dense and not method.select_runs_model
+        sharp, moved = method.sam_rho is not None, None
+        if not dense:
+            outcome = self._captured("see", self._see, given)
+        elif sharp:
+            _, outcome = self._captured("up", self._up, given, moving.theta, moves=True)
+        else:
+            fine = Deferred(given.images.isfinite().all()) if coupled else None
+            moved, outcome = self._captured("whole", self._whole, given, moving, moves=True)
+            if fine and not fine.read():  # known while the capture still runs
+                raise NotFiniteError
+        terms = Terms(batch(outcome.logits), outcome.host, outcome.plus)
+        if method.select_runs_model:
+            terms = self.step.select(terms.batch, given.host)
+        perturb = outcome.perturb[0] if outcome.perturb else None
+        pixels = outcome.pixels.expand_as(outcome.finite)
+        climbed = dense and sharp
+        return Seen(terms, perturb, outcome.finite, pixels, climbed=climbed, moved=moved)
+
+    def rows(self, index: Tensor, name: str) -> Rows:
+        """Rows to gather, padded to a size that there is a capture for."""
+        if self._directly:
+            return super().rows(index, name)
+        return Rows(*self._padded(index, self._size(len(index), name)))
+
+    def run(self, name: str, function: Callable[..., Any], *given: Any, moves: bool = False) -> Any:
+        """Run a function of the step captured."""
+        run = super().run if self._directly else self._captured
+        return run(name, function, *given, moves=moves)
+
+    # -- what is captured: functions of tensors; one that moves the model gives its weights first --
+
+    def _predict(self, images: Tensor, real: Sequence[Tensor]) -> Tensor:
+        with self.network.statistics_of(real[0] if real else None):
+            return self.network.predict(images)
+
+    def _see(self, given: Given) -> Outcome:
+        with torch.no_grad():
+            return _outcome(*self._first(given))
+
+    def _up(self, given: Given, theta: Tensor) -> tuple[Tensor, Outcome]:
+        first, terms = self._first(given)
+        return *self.step.climb(first, terms, theta), _outcome(first, terms)
+
+    def _whole(self, given: Given, moving: Moving) -> tuple[Moved, Outcome]:
+        first, terms = self._first(given)
+        moved = self.step.descend(first, terms, terms, given.host, moving)
+        return moved, _outcome(first, terms)
+
+    def _first(self, given: Given) -> tuple[Pass, Terms]:
+        """A pass over the batch, and what is selected of it; nothing yet if that runs the model."""
+        first = self.step.first(given)
+        batch = batch_of(given.images, first.logits.detach())
+        if self.step.method.select_runs_model:
+            nothing = Selection.none(batch.entropy)
+            return first, Terms(batch, nothing, nothing)
+        return first, self.step.select(batch, given.host)
+
+    # -- padding ------------------------------------------------------------------------------
+
+    def _size(self, rows: int, name: str) -> int:
+        """How many rows the capture has that they go through."""
+        if not self._captures or not 0 < rows <= self._rows:
+            return rows
+        part = -(-self._rows // PARTS)
+        size = min(self._rows, -(-rows // part) * part)
+        return min(self._roomy(size, name), default=size)
+
+    def _padded(self, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """These rows and as many copies of the first as fill a capture; which of them are real."""
+        rows, device = len(index), self.network.device
+        index = torch.cat((index, index[:1].expand(size - rows)))
+        real = torch.arange(size) < rows
+        return index.to(device, non_blocking=True), real.to(device, non_blocking=True)
+
+    def _roomy(self, size: int, name: str) -> list[int]:
+        """Rows of compiled functions for this that would do: to compile takes a minute or more.
+
+        Even the first calls of one not compiled take as long as a hundred others.
+        """
+        at = (name, self._rows)
+        self._asked[at, size] += 1
+        alike = [one for one in self._cache.values() if one.of == at]
+        rare = self._asked[at, size] <= RARE and all(one.rows != size for one in alike)
+        most = self._rows if rare else min(size * ROOM, self._rows)
+        return [one.rows for one in alike if size <= one.rows <= most and one.function.compiled]
+
+    # -- capturing ----------------------------------------------------------------------------
+
+    def _captured(
+        self, name: str, function: Callable[..., Any], *given: Any, moves: bool = False
+    ) -> Any:
+        """Run a function captured. The rows that it passes are counted as in its first call."""
+        statistics = self.network.statistics
+        tensors, signature = list[Tensor](), [name, statistics is None or statistics.active]
+        flatten(given, tensors, signature)
+        at = tuple(signature)
+        cached = self._cache.get(at) or self._new(name, function, given, len(tensors[0]), moves)
+        before = cached.function.compile_seconds
+        with self.network.counted_apart() as passed:
+            outcome = cached.function(tensors)
+        self.compile_seconds += cached.function.compile_seconds - before
+        if cached.passed is None:
+            cached.passed = passed
+            while len(self._cache) >= MOST:
+                del self._cache[min(self._cache, key=lambda at: self._cache[at].latest)]
+            self._cache[at] = cached
+        cached.latest = time.monotonic()
+        self.network.passed(**cached.passed)
+        return outcome
+
+    def _new(
+        self, name: str, function: Callable[..., Any], given: Any, rows: int, moves: bool
+    ) -> Cached:
+        def halved(*given: Any) -> Any:
+            with self._in_half():
+                return function(*given)
+
+        captured = CapturedFunction(
+            halved if self._halves else function,
+            structure(given),
+            self.step.theta.write if moves else None,
+            self._pools,
+            f"{name}, {rows} rows",
+            self._large,
+            self._inputs,
+        )
+        return Cached(captured, rows, (name, self._rows))
+
+    # -- bfloat16 -----------------------------------------------------------------------------
+
+    def _in_half(self) -> AbstractContextManager[None]:
+        """The model computes in bfloat16 inside the context, where that pays."""
+        if not self._halves:
+            return nullcontext()
+        return in_half(self._halves, self._norms, self._heads, self.network.device)
+
+    def _find_weights(self, images: Tensor) -> None:
+        """Capture again if the weights are others, as after `model.half()`."""
+        if self._known != self._weights():
+            self.forget()
+        if self._halves is None:
+            model, device = self.network.model, self.network.device
+            if device.type == "cuda" or pays_on_cpu(model, device):
+                with self.network.counted_apart():
+                    self._heads = logit_layers(model, lambda: self.network.predict(images))
+                moving = self.step.theta.parameters
+                self._halves = list(half_weights(model, moving, self._heads, self._large))
+            else:
+                self._halves = []
+
+    def _weights(self) -> list[int]:
+        """Where all are, and how often those were changed that do not adapt."""
+        return [p.data_ptr() for p in self._parameters] + [version(p) for p in self._fixed]
+
+
+def _outcome(first: Pass, terms: Terms) -> Outcome:
+    perturb = [first.perturb] if first.perturb else []
+    batch, pixels = terms.batch, terms.batch.images.isfinite().all()
+    return Outcome(batch.logits, batch.finite, pixels, terms.host, terms.plus, perturb)

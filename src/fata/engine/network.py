@@ -1,0 +1,199 @@
+"""A model, and the three ways to run it: `predict`, `forward` and `tapped`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fata._torch import version
+from fata.distributed.ranks import SINGLE, Ranks
+from fata.engine.state import Pass
+from fata.methods.base import Method
+from fata.methods.fata import Fata, Perturb
+from fata.network.norms import BatchStatistics, batch_norms, spare_group_norms
+from fata.network.outputs import logits_of
+from fata.network.tap import Tap
+
+
+class Network:
+    """A model with the batch statistics of its method and FATA's tap; counts the rows it is run on.
+
+    Args:
+        model: maps images to logits.
+        method: says which statistics BatchNorm uses.
+        plus: FATA, whose layer is tapped; or None.
+        count: is told the rows of every pass.
+    """
+
+    def __init__(
+        self, model: nn.Module, method: Method, plus: Fata | None, count: Callable[..., None]
+    ) -> None:
+        self.model, self._count = model, count
+        self.tap = Tap(model, plus.layer, self._call) if plus else None
+        self.coupled = bool(batch_norms(model)) and method.batch_statistics
+        self.joint = self.coupled and plus is not None and plus.bn_stats == "joint"
+        self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
+        self.group: Ranks = SINGLE
+        self._spared = spare_group_norms(model)
+        self._overwrites: bool | None = None  # whether the model changes its images; None: unknown
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    # -- the three ways -----------------------------------------------------------------------
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Logits of the images in full precision, without a gradient."""
+        with torch.no_grad():
+            return self.forward(images)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the images in full precision, with a gradient where it is enabled.
+
+        A rank without images passes a stand-in, so that it meets the others.
+        """
+        if not len(images):
+            with self.group.standing_in():
+                return self.forward(stand_in(images))[:0]
+        self.passed(rows_forward=len(images))
+        return logits_of(self._call(images), len(images))
+
+    def tapped(self, images: Tensor, perturbation: Callable[[Tensor], Perturb]) -> Pass:
+        """A pass that also knows z's perturbation and, where gradients flow, the tail behind it."""
+        if self.tap is None:
+            return Pass(self.forward(images))
+        rows = len(images)
+        self.passed(rows_forward=rows)
+        tail = self.joint or torch.is_grad_enabled()
+        recording = self.tap.record(images) if tail else self.tap.feature(images)
+        z = recording.z
+        perturb = perturbation(z)
+        if self.joint:
+            self.passed(rows_tail=2 * rows)
+            both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
+            return Pass(both[:rows], lambda: both[rows:], perturb)
+
+        def augmented() -> Tensor:
+            self.passed(rows_tail=rows)
+            return logits_of(recording.tail(perturb(z)), rows)
+
+        return Pass(logits_of(recording.output, rows), augmented, perturb)
+
+    def passed(self, **rows: int) -> None:
+        """Count rows of a pass."""
+        if self.group.real:
+            self._count(**rows)
+
+    @contextmanager
+    def counted_apart(self) -> Iterator[dict[str, int]]:
+        """The rows that are passed inside are given to the caller instead."""
+        count, counts = self._count, Counter[str]()
+        try:
+            self._count = lambda **rows: counts.update(rows)
+            yield counts
+        finally:
+            self._count = count
+
+    # -- what BatchNorm normalises with -------------------------------------------------------
+
+    def running_statistics(self) -> AbstractContextManager[None]:
+        """BatchNorm uses its running statistics inside the context."""
+        return self.statistics.suspended() if self.statistics else nullcontext()
+
+    def statistics_of(self, rows: Tensor | None) -> AbstractContextManager[None]:
+        """BatchNorm uses the statistics of some rows; None: of all."""
+        if rows is None or self.statistics is None:
+            return nullcontext()
+        return self.statistics.of(rows)
+
+    def local_statistics(self) -> AbstractContextManager[None]:
+        """BatchNorm uses this rank's rows alone."""
+        return self.statistics.apart() if self.statistics else nullcontext()
+
+    def settle(self) -> None:
+        """Undo what an interrupt may have left of the contexts above."""
+        if self.statistics:
+            self.statistics.settle()
+
+    def join(self, group: Ranks) -> None:
+        """Share every batch with other ranks."""
+        self.group = group
+        if self.statistics is not None:
+            self.statistics.join(group)
+
+    def close(self) -> None:
+        """Give the model its own statistics back, and take all hooks off."""
+        if self.statistics is not None:
+            self.statistics.remove()
+        for handle in self._spared:
+            handle.remove()
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def check(self, images: Tensor) -> None:
+        """Raise for what is no batch of images that the model could take."""
+        if not isinstance(images, Tensor):
+            raise TypeError(f"images must be a tensor, got {type(images).__name__}.")
+        if not images.is_floating_point():
+            raise TypeError(
+                f"images are {images.dtype}: give floating-point images, preprocessed as the model "
+                f"expects them (from bytes: images / 255, then mean and std)."
+            )
+        row, rows = math.prod(images.shape[1:]), images.shape[:1].numel()
+        if images.ndim < 2 or not row or (not rows and self.group is SINGLE):
+            raise ValueError(
+                f"images of shape {tuple(images.shape)}: give a batch of at least one image."
+            )
+        if images.ndim == 3 and any(isinstance(m, nn.Conv2d) for m in self.model.modules()):
+            raise ValueError(
+                f"images of shape {tuple(images.shape)} are one image: give a batch, image[None]."
+            )
+        if images.device != self.device:
+            raise ValueError(
+                f"images are on {images.device} and the model on {self.device}: move one of them."
+            )
+
+    def _call(self, images: Tensor) -> Any:
+        """The model's output; from a copy, where the model overwrites the images it is given."""
+        if self._overwrites is None:
+            copy = images.clone()
+            output = self._first_output(copy)
+            self._overwrites = version(copy) > 0
+            return output
+        return self._output(images.clone() if self._overwrites else images)
+
+    def _output(self, images: Tensor) -> Any:
+        try:
+            return self.model(images)
+        except BaseException:
+            if self.statistics is not None:
+                self.statistics.restore()
+            raise
+
+    def _first_output(self, images: Tensor) -> Any:
+        """The first output; if it fails because of another precision, say so."""
+        try:
+            return self._output(images)
+        except RuntimeError as error:
+            own = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+            if images.dtype in own or torch.is_autocast_enabled(images.device.type):
+                raise
+            raise TypeError(
+                f"images are {images.dtype} and the model is {', '.join(map(str, own))}: give "
+                f"images.to(...) of that type, or call it within torch.autocast."
+            ) from error
+
+
+def stand_in(images: Tensor) -> Tensor:
+    """One black image."""
+    return images.new_zeros(1, *images.shape[1:])

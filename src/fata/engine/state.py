@@ -1,0 +1,118 @@
+"""What changes while a model adapts, and what the parts of a step hand to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fata.guard.policy import Watched
+from fata.methods.base import Batch, Memory
+from fata.methods.fata import Perturb
+from fata.methods.selection import Selection
+
+
+@dataclass
+class State:
+    """All that changes while a model adapts. Tensors are replaced, never changed in place."""
+
+    theta: Tensor
+    velocity: Tensor
+    seed: int
+    host: Memory = field(default_factory=dict)
+    plus: Memory = field(default_factory=dict)
+    batches: int = 0
+    share: float = 0.0  # moving average of the share of selected rows
+    counts: dict[str, int | Tensor] = field(default_factory=dict)
+    guard: Memory = field(default_factory=dict)
+    watched: Watched = field(default_factory=Watched)
+
+    def count(self, **more: int | Tensor) -> None:
+        """Add to the counters; those on the device stay there until they are read."""
+        for name, number in more.items():
+            self.counts[name] = self.counts.get(name, 0) + number
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One forward pass over some images: logits of z, and (on demand) of z'."""
+
+    logits: Tensor
+    augmented: Callable[[], Tensor] | None = None
+    perturb: Perturb | None = None
+
+
+@dataclass(frozen=True)
+class Terms:
+    """A batch, and the rows of it that each term of the loss selected."""
+
+    batch: Batch
+    host: Selection
+    plus: Selection
+
+    def at(self, index: Tensor) -> Terms:
+        """The same, of the rows `index` only."""
+        return Terms(self.batch.at(index), self.host.at(index), self.plus.at(index))
+
+    def among(self, rows: Tensor) -> Terms:
+        """What is selected here and also true in `rows`."""
+        return Terms(self.batch, self.host.among(rows), self.plus.among(rows))
+
+
+class Given(NamedTuple):
+    """What the first pass over a batch needs."""
+
+    images: Tensor
+    noise: Sequence[Tensor]  # FATA's alpha and beta, or nothing
+    host: Memory
+    plus: Memory
+
+
+class Rows(NamedTuple):
+    """Rows to gather from a batch."""
+
+    positions: Tensor
+    real: Tensor | None = None  # which of them are not padding; None: all
+
+
+class Moving(NamedTuple):
+    """What moves, and how fast."""
+
+    theta: Tensor
+    velocity: Tensor
+    lr: Tensor
+
+
+class Moved(NamedTuple):
+    """What a step gave."""
+
+    theta: Tensor
+    velocity: Tensor
+    host: Memory
+    stepped: Tensor
+    dropped: Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The outcome of the first pass: the selection, and what was learned on the way.
+
+    Args:
+        terms: the batch and what is selected of it.
+        perturb: FATA's perturbation of the batch, or None.
+        finite: rows whose logits are.
+        pixels: rows whose pixels are known to be; if one is not, the step is undone.
+        first: the pass, if it carries a gradient.
+        climbed: whether the model is at SAM's ascent point already.
+        moved: the outcome of the whole step, if it was taken already.
+    """
+
+    terms: Terms
+    perturb: Perturb | None
+    finite: Tensor
+    pixels: Tensor
+    first: Pass | None = None
+    climbed: bool = False
+    moved: Moved | None = None

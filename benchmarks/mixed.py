@@ -20,7 +20,7 @@ import fata
 from benchmarks.speed import markdown
 from fata.corruptions import EXTRA
 from fata.data import DataError
-from fata.guard.policy import compare
+from fata.guard.evidence import compare
 
 MODEL = "mini_resnet_bn"
 
@@ -38,7 +38,7 @@ def judged(data: str, scenario: str, domain: str, every: int) -> list[list[float
         memory, (*_, mixed, _) = compare({}, running, own, len(images))
         even = torch.special.entr(memory["brief.source"]).sum() / math.log(loaded.classes)
         right = [(logits.argmax(1) == batch.labels).float().mean() for logits in (running, own)]
-        found.append([float(x) for x in (even, memory["brief.surer"], mixed, *right)])
+        found.append([float(x) for x in (even, memory["brief.confidence_gap"], mixed, *right)])
     return found
 
 

@@ -26,7 +26,7 @@ from fata.bench.cost import state_bytes
 from fata.bench.store import Store
 from fata.bench.summary import Rows, summary
 from fata.methods import SPECS as ALL
-from fata.testing.checks import images, network
+from fata.testing.cases import images, network
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
 RUNS = Path(__file__).parent / "runs"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import fata
-from fata.testing.checks import Case, images, network
+from fata.testing.cases import Case, images, network
 from precision import DOUBLE, SINGLE
 
 
@@ -478,13 +478,55 @@ def test_one_adapter_a_parameter():
     fata.adapt(other, "tent")
 
 
+def test_former_names_go_on_with_a_warning():
+    adapted = adapter(params="norm-truncated")
+    with pytest.warns(DeprecationWarning, match="is now adapter.trainable") as said:
+        assert adapted.adapted == adapted.trainable
+    assert said[0].filename == __file__
+    for old, new in (("truncated", "norm-truncated"), ("all", "norm")):
+        with pytest.warns(DeprecationWarning, match=f"params='{old}' is now '{new}'") as said:
+            assert adapter(params=old).trainable == adapter(params=new).trainable
+        assert said[0].filename == __file__
+    assert set(adapter(params="norm").trainable) < set(adapter(params="every").trainable)
+
+
+def test_unwrapped_batchnorm_predicts_as_the_adapter_or_says_that_it_does_not(caplog):
+    stream, models = images(32).double().split(8), {}
+    for statistics in (True, False, None):
+        adapted = fata.adapt(network("resnet_bn").double(), "tent", lr=0.01, guard=None)
+        for x in stream:
+            adapted(x)
+        with adapted.frozen():
+            expected = adapted(stream[0])
+        models[statistics] = adapted.unwrap(statistics).eval()
+        assert ("running statistics" in caplog.text) == (statistics is None)
+    torch.testing.assert_close(models[True](stream[0]), expected, **DOUBLE)
+    assert models[True].bn1.running_mean is None
+    assert not torch.allclose(models[False](stream[0]), expected)
+    assert torch.equal(models[None](stream[0]), models[False](stream[0]))
+    source = network("resnet_bn").double().bn1.running_mean
+    assert torch.equal(models[False].bn1.running_mean, source)
+
+
+def test_unwrapping_says_nothing_where_nothing_differs(caplog):
+    for net, spec in (("resnet_gn", "tent"), ("resnet_bn", "source")):
+        adapted = adapter(net, spec)
+        adapted(images(8))
+        adapted.unwrap()
+    adapted = adapter("resnet_bn", "tent")
+    adapted(images(8))
+    adapted.reset()
+    adapted.unwrap()
+    assert not caplog.text
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_does_not_have():
     adapted, held, over = adapter(), threading.Event(), threading.Event()
 
     def hold():
-        with adapted._turns:
+        with adapted._lock:
             held.set()
             over.wait()
 
@@ -676,7 +718,7 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
         ("deyo", {"threshold": True}, r"units of ln C"),
         ("fata", {"sigma": math.inf}, r"Fata\(sigma=inf\)"),
         ("fata", {"layer": 3}, r"give the name of a module, or 'auto'"),
-        ("tent", {"params": 3}, r"params=3: give one of 'all'"),
+        ("tent", {"params": 3}, r"params=3: give one of 'norm'"),
         ("tent", {"seed": "a"}, r"seed='a': must be a whole number"),
         ("memo", {"mean": 0.5, "std": 0.2}, r"a number a channel"),
         ("DeYO+FATA", {}, r"Did you mean 'deyo\+fata'"),

@@ -10,7 +10,7 @@ import fata
 from fata.methods.base import Batch
 from fata.methods.fata import channel_mean
 from fata.network.tap import channel_axis
-from fata.testing.checks import Case, network
+from fata.testing.cases import Case, network
 from precision import DOUBLE
 
 

@@ -4,7 +4,8 @@ import pytest
 
 import fata
 from fata.methods import SPECS, parse
-from fata.testing.checks import CHECKS, ROWS, Case
+from fata.testing.cases import ROWS, Case
+from fata.testing.checks import CHECKS
 
 # Fields with which a method selects some, but not all, rows of small networks with 10 classes.
 EATA = {"redundancy": 0.6, "fisher_alpha": 1.0}

@@ -31,7 +31,7 @@ def build(net="resnet_gn"):
     return tiny.build(net)
 
 
-def test_threads_take_turns():
+def test_threads_take_lock():
     """The same images from four threads at once: as if one had brought them all."""
     images = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     alone = fata.adapt(build(), "tent", lr=0.01)

@@ -22,7 +22,7 @@ from fata.engine.fast import bfloat16 as half
 from fata.engine.fast import captured, decompositions, trees
 from fata.engine.fast import execution as fast
 from fata.engine.state import Moving, Terms
-from fata.guard.policy import Watched
+from fata.guard.state import Watched
 from fata.methods import SPECS
 from fata.methods.fata import Perturb
 from fata.methods.losses import entropy

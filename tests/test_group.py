@@ -18,7 +18,7 @@ from fata.bench.store import Store
 from fata.distributed.group import EVERY, GroupError
 from fata.methods import SPECS
 from fata.methods.losses import entropy
-from fata.testing.checks import images, network
+from fata.testing.cases import images, network
 from fata.zoo import tiny
 
 OWN_STEP = ("cotta", "memo")

@@ -12,7 +12,8 @@ from benchmarks import mixed
 import fata
 from fata.bench.cell import Cell, key
 from fata.bench.run.runner import Workshop
-from fata.guard.policy import BRIEF, EARLY, Sign, _of_the_batch, compare
+from fata.guard.evidence import BRIEF, Evidence, batch_of_few_classes, compare
+from fata.guard.policy import EARLY
 from fata.methods import SPECS
 from fata.zoo import tiny
 from precision import DOUBLE
@@ -20,7 +21,7 @@ from precision import DOUBLE
 NETS = ("resnet_bn", "resnet_gn", "vit_ln")
 NEVER = fata.Guard(narrowing=1.0, neglect=1.0, every=1)  # looks at every batch, and is content
 ALWAYS = fata.Guard(narrowing=0.0, neglect=0.0, every=1, trial=0, patience=1)
-HARM = Sign("narrowing", 0.5, 0.1, 0.0)
+HARM = Evidence("narrowing", 0.5, 0.1, 0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +99,8 @@ def test_a_collapse_is_taken_back():
     assert [event.action for event in guarded.guard.events[:2]] == ["aside", "back"]
 
 
-HELP = Sign("narrowing", -0.5, 0.1, 0.0)
-OPEN = Sign("narrowing", 0.0, 0.1, 0.0)
+HELP = Evidence("narrowing", -0.5, 0.1, 0.0)
+OPEN = Evidence("narrowing", 0.0, 0.1, 0.0)
 
 
 def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path):
@@ -130,7 +131,7 @@ def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path)
 
 def test_after_a_neglect_it_goes_back_to_the_source(monkeypatch):
     """Whatever the sign is when the trial ends."""
-    wide, neglect = Sign("narrowing", -0.3, 0.0, 0.0), Sign("neglect", 0.5, 0.1, 0.0)
+    wide, neglect = Evidence("narrowing", -0.3, 0.0, 0.0), Evidence("neglect", 0.5, 0.1, 0.0)
     seen = iter((wide, wide, neglect, HARM))
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(trial=8), lr=0.01)
     monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: next(seen))
@@ -216,11 +217,11 @@ def test_an_old_model_has_its_trial_too(monkeypatch):
     assert events == [(6, "aside"), (9, "trusted")]
 
 
-EVEN = Sign("narrowing", 0.0, 0.1, 0.0, lacking=0.0)
+EVEN = Evidence("narrowing", 0.0, 0.1, 0.0, lacking=0.0)
 
 
 def test_a_source_whose_answers_are_even_answers_until_the_model_has_proved_better(monkeypatch):
-    better = Sign("narrowing", -0.5, 0.1, 0.0, lacking=0.0)
+    better = Evidence("narrowing", -0.5, 0.1, 0.0, lacking=0.0)
     events, answered = followed(monkeypatch, [OPEN, EVEN, EVEN, better, EVEN, OPEN, OPEN], trial=2)
     assert events == [(2, "even"), (4, "uneven"), (5, "even"), (6, "uneven")]
     assert answered == [2, 3, 5]
@@ -240,7 +241,7 @@ def test_an_even_source_answers_when_a_model_begins_anew(monkeypatch):
 
 def test_what_was_seen_of_the_source_is_known_when_a_model_begins_anew(monkeypatch):
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(term=3 * 8), lr=0.01)
-    monkeypatch.setattr("fata.guard.policy._over_half", lambda *_: torch.tensor(False))
+    monkeypatch.setattr("fata.guard.evidence.over_half", lambda *_: torch.tensor(False))
     known = []
     for images in batches(5):
         adapter(images)
@@ -251,8 +252,8 @@ def test_what_was_seen_of_the_source_is_known_when_a_model_begins_anew(monkeypat
 
 def test_harm_that_is_not_answered_is_looked_for_no_more_often(monkeypatch):
     """Every batch is looked at while the source answers evenly; chance would find it in one."""
-    harm = Sign("narrowing", 0.5, 0.1, 0.0, lacking=0.0)
-    monkeypatch.setattr("fata.guard.policy.BRIEF", 8)
+    harm = Evidence("narrowing", 0.5, 0.1, 0.0, lacking=0.0)
+    monkeypatch.setattr("fata.guard.evidence.BRIEF", 8)
     events, answered = followed(monkeypatch, [*[EVEN] * 8, *[harm] * 9], trial=100)
     assert events == [(1, "even"), (16, "aside")]
     assert answered == [*range(1, 18)]
@@ -260,7 +261,7 @@ def test_harm_that_is_not_answered_is_looked_for_no_more_often(monkeypatch):
 
 def test_harm_counts_where_answers_are_even(monkeypatch):
     """A trial follows, and what it ends with."""
-    harm = Sign("narrowing", 0.5, 0.1, 0.0, lacking=0.0)
+    harm = Evidence("narrowing", 0.5, 0.1, 0.0, lacking=0.0)
     events, answered = followed(monkeypatch, [EVEN, harm, harm, HELP, HELP, OPEN], trial=3)
     assert events == [(1, "even"), (2, "aside"), (5, "trusted")]
     assert answered == [1, 2, 3, 4]
@@ -286,9 +287,9 @@ def test_an_even_source_has_its_place_behind_a_file(monkeypatch, tmp_path):
 )
 def test_even_answers_count_where_they_are_to(monkeypatch, network, even, actions):
     """With BatchNorm they mean nothing."""
-    for name in ("_over_half", "_of_the_batch"):
-        monkeypatch.setattr(f"fata.guard.policy.{name}", lambda *_: torch.tensor(False))
-    monkeypatch.setattr("fata.guard.policy._lacking", lambda *_: torch.tensor(0.0))
+    for name in ("over_half", "batch_of_few_classes"):
+        monkeypatch.setattr(f"fata.guard.evidence.{name}", lambda *_: torch.tensor(False))
+    monkeypatch.setattr("fata.guard.evidence._lacking", lambda *_: torch.tensor(0.0))
     guard = fata.Guard(even=even, narrowing=1)
     adapter = fata.adapt(build(network), "tent", guard=guard, lr=1e-9)
     for images in batches(4):
@@ -307,7 +308,7 @@ def test_what_is_unwrapped_is_what_answered(monkeypatch):
 
 
 def test_trust_that_was_lost_takes_longer_to_win_again(monkeypatch):
-    monkeypatch.setattr("fata.guard.policy.LEAST", 2 * 8)
+    monkeypatch.setattr("fata.guard.evidence.LEAST", 2 * 8)
     signs = [HARM, *[HELP] * 3, HARM, *[HELP] * 5, HARM, *[HELP] * 9]
     events, _ = followed(monkeypatch, signs, trial=100)
     assert events == [
@@ -381,7 +382,7 @@ def test_a_class_that_is_masked_out_hides_no_collapse():
 
 
 def test_it_goes_back_to_the_widest_answers(monkeypatch):
-    seen = iter(Sign("narrowing", value, 0.0, 0.0) for value in (-0.1, -0.3, -0.2, 0.5))
+    seen = iter(Evidence("narrowing", value, 0.0, 0.0) for value in (-0.1, -0.3, -0.2, 0.5))
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
     monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: next(seen))
     states = []
@@ -444,7 +445,7 @@ def test_a_model_that_agrees_on_less_than_the_witness_is_sure_of_is_estranged(ag
 def test_estrangement_counts_with_batchnorm_alone(monkeypatch, net, signs):
     """A shift leaves other sources surer than they are right."""
     found = torch.tensor([0, *[0, 0.1] * 2, *[0.5, 0.1] * 2, 0, 1])
-    monkeypatch.setattr("fata.guard.policy.compare", lambda *_: ({}, found))
+    monkeypatch.setattr("fata.guard.evidence.compare", lambda *_: ({}, found))
     adapter = fata.adapt(build(net), "tent", lr=1e-6)
     for images in batches(3):
         adapter(images)
@@ -453,7 +454,7 @@ def test_estrangement_counts_with_batchnorm_alone(monkeypatch, net, signs):
 
 def test_estrangement_accuses_and_hides_no_gain(monkeypatch):
     found = torch.tensor([0, *[-0.06, 0.01] * 2, *[-0.02, 0.03] * 2, 0, 1])
-    monkeypatch.setattr("fata.guard.policy.compare", lambda *_: ({}, found))
+    monkeypatch.setattr("fata.guard.evidence.compare", lambda *_: ({}, found))
     adapter = fata.adapt(build("resnet_bn"), "tent", lr=1e-6)
     for images in batches(3):
         adapter(images)
@@ -564,7 +565,7 @@ def test_a_class_that_is_hard_to_recognise_is_seen_after_some_looks(other, few):
     memory, found = {}, []
     for _ in few:
         memory, (uniform, *_) = compare(
-            memory, surely(0.6, 20), surely(other, 0), 448, _of_the_batch
+            memory, surely(0.6, 20), surely(other, 0), 448, batch_of_few_classes
         )
         found.append(bool(uniform))
     assert found == few
@@ -582,15 +583,15 @@ def test_a_shift_is_no_batch_of_one_class(witness, other, few):
     """Both make running statistics answer one class; how sure they are tells them apart."""
     many, sure = witness
     own, batch = surely(sure, many), surely(other, 0)
-    memory, (once, *_) = compare({}, own, batch, 448, _of_the_batch)
-    _, (twice, *_) = compare(memory, own, batch, 448, _of_the_batch)
+    memory, (once, *_) = compare({}, own, batch, 448, batch_of_few_classes)
+    _, (twice, *_) = compare(memory, own, batch, 448, batch_of_few_classes)
     assert bool(once) == few
     assert bool(twice) == (sure > other)
 
 
 def sign_is(monkeypatch, adapter, **by_name):
     """Let comparisons find this, whatever is answered."""
-    fine = Sign("narrowing", 0.0, 0.1, 0.0)
+    fine = Evidence("narrowing", 0.0, 0.1, 0.0)
     monkeypatch.setattr(
         type(adapter.guard), "_compare", lambda _, name, *__: by_name.get(name, fine)
     )
@@ -601,7 +602,7 @@ def test_what_has_not_proved_its_worth_begins_anew(monkeypatch, tmp_path, value,
     """After so many answers; not where S is below 0 beyond doubt."""
     guard = fata.Guard(every=2, term=5 * 8)
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
-    sign_is(monkeypatch, adapter, adapted=Sign("narrowing", value, 0.1, 0.0))
+    sign_is(monkeypatch, adapter, adapted=Evidence("narrowing", value, 0.1, 0.0))
     monkeypatch.setattr("fata.guard.policy.EARLY", ())
     source = tensors(adapter)
     for images in batches(14):
@@ -648,7 +649,7 @@ def test_batches_that_do_not_normalise_are_answered_by_the_running_statistics(
 )
 def test_a_batch_of_many_classes(witness, other, expected):
     many, sure = witness
-    _, (*_, found, _) = compare({}, surely(sure, many), surely(other, 0), 448, _of_the_batch)
+    _, (*_, found, _) = compare({}, surely(sure, many), surely(other, 0), 448, batch_of_few_classes)
     assert bool(found) == expected
 
 
@@ -677,8 +678,8 @@ def test_the_command_refuses_wrong_input(wrong, said, monkeypatch, capsys):
 def test_a_batch_whose_statistics_narrow_the_answers_is_not_answered_with_them():
     classes = surely(0.6, 0)
     narrow = classes[[n % 3 for n in range(64)]]  # three of ten, just as sure
-    assert compare({}, classes, classes, 448, _of_the_batch)[1][-2] == 1
-    assert compare({}, classes, narrow, 448, _of_the_batch)[1][-2] == 0
+    assert compare({}, classes, classes, 448, batch_of_few_classes)[1][-2] == 1
+    assert compare({}, classes, narrow, 448, batch_of_few_classes)[1][-2] == 0
 
 
 def test_no_batch_has_more_classes_than_images():
@@ -691,7 +692,7 @@ def test_a_batch_of_many_classes_is_answered_with_its_own_statistics(monkeypatch
     """At once; and some of them end the time of the running ones."""
     guard = fata.Guard(rows=3 * 8)
     adapter = fata.adapt(build("resnet_bn"), "tent", guard=guard, lr=0.01)
-    one, many = HARM, Sign("narrowing", 0.0, 0.1, 0.0, mixed=True)
+    one, many = HARM, Evidence("narrowing", 0.0, 0.1, 0.0, mixed=True)
     shown = [one, one, many, one, many, many, many]
     found, images = [], batches(2 + len(shown))
     for number, batch in enumerate(images):
@@ -742,7 +743,7 @@ def test_batches_of_one_image_are_too_small_to_normalise_with():
 def test_once_it_went_well_for_long_it_looks_half_as_often(monkeypatch, net, long):
     """Sooner with BatchNorm."""
     monkeypatch.setattr(f"fata.guard.policy.{long}", 8)
-    monkeypatch.setattr("fata.guard.policy.ALARM", 1.0)  # never
+    monkeypatch.setattr("fata.guard.evidence.ALARM", 1.0)  # never
     adapter = fata.adapt(build(net), "tent", guard=fata.Guard(every=4), lr=1e-6)
     sign_is(monkeypatch, adapter)
     looked = []
@@ -757,7 +758,7 @@ def test_many_answers_of_one_class_call_for_a_look(monkeypatch):
     """Between two looks, and not at every batch; where no class has many, there are no more."""
     looks = {}
     for alarm in (0.0, 1.0):
-        monkeypatch.setattr("fata.guard.policy.ALARM", alarm)  # always, never
+        monkeypatch.setattr("fata.guard.evidence.ALARM", alarm)  # always, never
         adapter = fata.adapt(build("vit_ln"), "tent", guard=fata.Guard(every=50), lr=1e-6)
         for images in batches(20, rows=BRIEF):
             adapter(images)
@@ -857,8 +858,8 @@ def test_an_image_that_overflows_does_not_blind_it():
     )
     broken = batch.clone()
     broken[0] = torch.nan
-    memory, _ = compare({}, own, broken, 448, _of_the_batch)
-    _, (few, *_) = compare(memory, own, batch, 448, _of_the_batch)
+    memory, _ = compare({}, own, broken, 448, batch_of_few_classes)
+    _, (few, *_) = compare(memory, own, batch, 448, batch_of_few_classes)
     assert few
 
 
@@ -896,7 +897,7 @@ def test_at_rest_the_statistics_are_watched(monkeypatch, caplog):
     for batch in images[:4]:
         adapter(batch)
     assert adapter.guard.resting
-    assert "rests at the source weights" in caplog.text
+    assert "nothing is learned until reset()" in caplog.text
     found["statistics"] = HARM
     answered = [adapter(batch) for batch in images[4:]]
     assert adapter.guard.events[-1].action == "running"
@@ -908,9 +909,9 @@ def test_at_rest_the_statistics_are_watched(monkeypatch, caplog):
 
 def test_a_state_of_before_it_compared_how_sure_both_are_goes_on():
     own, batch = answers(*[3] * 50), answers(*[n % 10 for n in range(50)])
-    memory, _ = compare({}, own, batch, 448, _of_the_batch)
+    memory, _ = compare({}, own, batch, 448, batch_of_few_classes)
     old = {name: value for name, value in memory.items() if "surer" not in name}
-    compare(old, own, batch, 448, _of_the_batch)
+    compare(old, own, batch, 448, batch_of_few_classes)
 
 
 def test_single_images_are_not_condemned_by_chance():

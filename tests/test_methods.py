@@ -8,9 +8,9 @@ from torch import nn
 
 import fata
 from fata.methods.base import Batch
-from fata.methods.pixels import Draw, Pixels
+from fata.methods.pixels import Pixels, Rng
 from fata.methods.views import _OPERATIONS, augmix_view, cotta_view
-from fata.testing.checks import Case, images, network
+from fata.testing.cases import Case, images, network
 from precision import DOUBLE
 
 INF = math.inf
@@ -97,7 +97,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_batches():
         expected += torch.autograd.grad(loss, model.bn1.weight)[0].square() / 2
     torch.testing.assert_close(adapter.fisher["bn1.weight"], expected, **DOUBLE)
     again = fata.adapt(in_double("resnet_gn"), "eata", fisher_data=adapter.fisher)
-    assert torch.equal(again._live().fisher, adapter._live().fisher)
+    assert torch.equal(again._live().functions.fisher, adapter._live().functions.fisher)
     assert adapter.counts["rows_forward"] == 0  # the set-up is not the stream
 
 
@@ -274,7 +274,7 @@ def test_a_class_that_is_masked_out_does_not_stop_learning(spec):
 
 
 def test_operations_of_augmix_do_what_they_are_called():
-    draw = Draw(torch.Generator().manual_seed(0))
+    draw = Rng(torch.Generator().manual_seed(0))
     ramp = torch.linspace(0.2, 0.996, 3 * 64 * 64).view(1, 3, 64, 64)
     contrast, _, _, solarize, *moves, posterize = [one(ramp, draw) for one in _OPERATIONS]
     assert (contrast.amin(), contrast.amax()) == (0, 1)
@@ -297,7 +297,7 @@ def test_memo_draws_views_for_each_row():
 def test_views_stay_pixels_and_follow_their_generator():
     pixels = images(3)
     for view, x in ((cotta_view, pixels), (augmix_view, pixels[:1])):
-        one, two, other = (view(x, Draw(torch.Generator().manual_seed(s))) for s in (0, 0, 1))
+        one, two, other = (view(x, Rng(torch.Generator().manual_seed(s))) for s in (0, 0, 1))
         assert one.shape == x.shape
         assert one.min() >= -1e-6
         assert one.max() <= 1 + 1e-6
@@ -309,8 +309,8 @@ def test_views_of_some_rows_are_those_rows_of_the_views_of_all():
     pixels = images(5).double()
     here = slice(2, 4)
     place = (5, here)
-    whole = cotta_view(pixels, Draw(torch.Generator().manual_seed(0)))
-    some = cotta_view(pixels[here], Draw(torch.Generator().manual_seed(0), place))
+    whole = cotta_view(pixels, Rng(torch.Generator().manual_seed(0)))
+    some = cotta_view(pixels[here], Rng(torch.Generator().manual_seed(0), place))
     torch.testing.assert_close(some, whole[here], **DOUBLE)
 
 

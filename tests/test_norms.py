@@ -12,7 +12,7 @@ from torch import nn
 import fata
 import fata.network.norms
 from fata.network.norms import BatchStatistics, is_norm
-from fata.testing.checks import images, network
+from fata.testing.cases import images, network
 from precision import DOUBLE
 
 

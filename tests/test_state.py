@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 import fata
 import fata.engine.checkpoint
 import fata.guard.policy
-from fata.guard.policy import Event
-from fata.testing.checks import Case, images, network
+from fata.guard.state import Event
+from fata.testing.cases import Case, images, network
 
 STREAM = Case(None, None, "resnet_gn", 16).stream()
 
@@ -65,7 +65,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import conftest, torch, fata
-from fata.testing.checks import Case, network
+from fata.testing.cases import Case, network
 adapter = fata.adapt(network("resnet_gn"), "deyo+fata", plpd_threshold=0.0)
 adapter.load({str(tmp_path / "state")!r})
 answers = [adapter(x) for x in Case(None, None, "resnet_gn", 16).stream()[1:]]
@@ -113,6 +113,37 @@ def test_other_parameters_layer_or_fisher_are_refused(saved, tmp_path):
     more = adapter(params="norm")
     more.save(tmp_path / "more")
     refused(adapter(), tmp_path / "more", "adapts other parameters")
+
+
+def test_what_fits_of_another_state_is_loaded_on_request(saved):
+    """Parameters of the same name and shape; the rest stays as it is here."""
+    state = fata.engine.checkpoint.load(saved)
+    other = adapter(spec="tent", params="norm")
+    source = other.state_dict()
+    keys = other.load_state_dict(state, strict=False)
+    after = other.state_dict()
+    taken = [name for name in state if name.startswith(("parameter.", "momentum."))]
+    assert all(torch.equal(after[name], state[name]) for name in taken)
+    left = {name for name in after if name.startswith(("parameter.", "momentum."))} - {*taken}
+    assert left
+    assert all(torch.equal(after[name], source[name]) for name in left)
+    assert set(keys.missing_keys) == left
+    assert set(keys.unexpected_keys) == {*state} - {*taken, "meta"}
+    assert other.counts["seen"] == 0
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_state_of_an_adapter_made_alike_is_loaded_whole(saved, strict):
+    state, other = fata.engine.checkpoint.load(saved), adapter()
+    assert other.load_state_dict(state, strict=strict) == ([], [])
+    assert other.state_dict()["meta"] == state["meta"]
+
+
+def test_a_damaged_state_is_refused_even_if_not_strict(saved):
+    state = fata.engine.checkpoint.load(saved)
+    state["meta"]["seed"] += 1
+    with pytest.raises(fata.StateError, match="damaged"):
+        adapter().load_state_dict(state, strict=False)
 
 
 def test_damaged_and_foreign_files_are_refused(saved, tmp_path):

@@ -78,7 +78,7 @@ def test_noise_says_nothing_and_never_twice_the_same(scene, still):
     assert same(found["afterwards"], scene.shuffled())
 
 
-def test_corruptions_take_turns(scene, still):
+def test_corruptions_take_lock(scene, still):
     (found,) = parts(scene, still, "turning").values()
     one, other = (list(scene.shuffled(name)) for name in (ordeals.CORRUPTION, ordeals.OTHER))
     assert same(found, [*one, *other] * 2)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any, NoReturn
 
 import torch
@@ -21,10 +19,9 @@ from fata.engine import checkpoint as states
 from fata.engine.arguments import check_model, check_seed
 from fata.engine.build import SPEEDS, build
 from fata.engine.checkpoint import IncompatibleKeys
-from fata.engine.engine import Engine
 from fata.engine.finite import run
 from fata.engine.fisher import FisherData
-from fata.engine.ownership import Lock, Settings
+from fata.engine.ownership import ModelOwner, Settings
 from fata.guard.policy import Guard, Watch
 from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method
@@ -36,7 +33,7 @@ RECOMMENDED = "eata+fata"
 log = logging.getLogger("fata")
 
 
-class Adapter(nn.Module):
+class Adapter(ModelOwner):
     """Predicts like the model it holds, and learns from every batch.
 
     The model is changed in place: its chosen parameters move, and BatchNorm uses the statistics of
@@ -104,12 +101,9 @@ class Adapter(nn.Module):
             model, method, plus, given, lr, params, fisher_data, guard, seed, speed, group
         )
         self.model = model
-        self._engine: Engine | None = engine
-        self._given = given
         self._frozen = 0  # how often, at this time
-        self._lock = Lock()
         self._fingerprint: str | None = None
-        self._own(engine)
+        self._own(engine, given)
 
     # -- predicting ---------------------------------------------------------------------------
 
@@ -223,17 +217,7 @@ class Adapter(nn.Module):
         prepares FATA's tap) is not counted.
         """
         with self._lock:
-            counts = {name: int(number) for name, number in self._live().state.counts.items()}
-        names = ("seen", "not_finite", "stepped", "dropped", "recovered")
-        rows = ("rows_forward", "rows_tail", "rows_backward", "rows_source")
-        selected = {self.method.name: counts.get("host", 0)}
-        if self.plus is not None:
-            selected["fata"] = counts.get("plus", 0)
-        return {
-            **{name: counts.get(name, 0) for name in names},
-            "selected": selected,
-            **{name: counts.get(name, 0) for name in rows},
-        }
+            return self._live().state.summary(self.method.name, self.plus is not None)
 
     @property
     def selected(self) -> dict[str, Tensor]:
@@ -293,10 +277,9 @@ class Adapter(nn.Module):
                     "or False to mean it."
                 )
             engine.theta.write(engine.prediction_weights)
-            self._release()
+            self._give_back()
             if batch_statistics and engine.network.statistics:
                 engine.network.statistics.forget_running()
-            self._engine = None
             return self.model
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -355,41 +338,6 @@ class Adapter(nn.Module):
             self._fingerprint = states.fingerprint(self._live())
         return self._fingerprint
 
-    def _own(self, engine: Engine) -> None:
-        """The model is this adapter's, until unwrap() or until the adapter is garbage."""
-        self._given.own()
-        self._release = weakref.finalize(self, self._given.restore, engine)
-        self._release.atexit = False
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Adapter:
-        """An adapter of its own, with a copy of the model, that continues from here."""
-        twin = memo[id(self)] = type(self).__new__(type(self))
-        with self._lock:
-            own = {name: part for name, part in self.__dict__.items() if name != "_release"}
-            twin.__dict__.update(deepcopy(own, memo))
-        if twin._engine is not None:
-            twin._own(twin._engine)
-        return twin
-
-    def __reduce__(self) -> NoReturn:
-        """Raise: an adapter cannot be pickled."""
-        raise TypeError(
-            "an adapter cannot be pickled: save(path) writes its state, and load(path) continues "
-            "from it in an adapter made alike."
-        )
-
-    def _live(self) -> Engine:
-        if self._engine is None:
-            raise states.StateError("this adapter was unwrapped; make a new one with fata.adapt")
-        return self._engine
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Adapter:
-        """Move the state along with the model: `.to`, `.cuda`, `.cpu`."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if self._engine is not None:
-            self._engine.move()
-        return self
-
 
 def adapt(
     model: nn.Module,
@@ -411,13 +359,13 @@ def adapt(
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `cotta`, `memo`, `fata`, or a host
             with it, such as `deyo+fata`. None: the recommended one, `eata+fata`, and without
             `fisher_data` with `fisher_alpha=0`.
-        lr: learning rate, `paper` or `release`; this and what follows as in `Adapter`.
+        lr: learning rate, `paper` or `release`; this and the others as in `Adapter`.
         params: which parameters adapt.
         fisher_data: batches of clean images for EATA.
         guard: watches for collapse; on, unless it is None or False.
         seed: of the adapter's own random numbers.
         speed: `exact` or `fast`; None: what suits the device.
-        group: ranks that share every batch, such as `torch.distributed.group.WORLD`.
+        group: ranks that share every batch.
         **fields: fields of the method or of `Fata`. One that both have is the method's;
             `fata_threshold=...` is the plug-in's.
 

@@ -153,7 +153,7 @@ def effective(counts: Mapping[str, Any], whole: Macs, tail: Macs) -> Macs:
     guard's looks at the source model are part of it.
     """
     forward, again, back, looks = (
-        counts[f"rows_{way}"] for way in ("forward", "tail", "backward", "witness")
+        counts[f"rows_{way}"] for way in ("forward", "tail", "backward", "source")
     )
     return Macs(
         (forward + looks) * whole.forward + again * tail.forward,

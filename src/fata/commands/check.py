@@ -31,7 +31,8 @@ def check(
 
     from fata.methods.base import CustomStep
     from fata.methods.fata import Fata
-    from fata.testing import checks as battery
+    from fata.testing.cases import cases
+    from fata.testing.checks import CHECKS
     from fata.zoo import tiny
 
     mine, nets = _load(method), net or list(tiny.NAMES)
@@ -40,9 +41,9 @@ def check(
     torch.set_num_threads(1)  # fastest for networks this small
     variants: list[Fata | None] = [None] if isinstance(mine, CustomStep) else [None, Fata()]
     failures: dict[str, dict[str, list[str]]] = {}
-    todo = [(c, p) for c in battery.CHECKS for p in variants]
+    todo = [(c, p) for c in CHECKS for p in variants]
     for one, plus in track(todo, "checking", console=console, transient=True):
-        for case in (c for c in battery.cases(mine, plus) if c.net in nets):
+        for case in (c for c in cases(mine, plus) if c.net in nets):
             try:
                 one(case)
             except Exception as error:
@@ -50,26 +51,26 @@ def check(
                 problem = f"{type(error).__name__}: {error}"
                 failures.setdefault(one.__name__, {}).setdefault(problem, []).append(where)
     table = Table("check", "", "what it holds to", title=f"{mine!r}")
-    for one in battery.CHECKS:
+    for one in CHECKS:
         fails = one.__name__ in failures
         mark = Text("fails", "red") if fails else Text("holds", "green")
         table.add_row(one.__name__.replace("_", " "), mark, (one.__doc__ or "").splitlines()[0])
     console.print(table)
     for name, problems in failures.items():
         console.print(Text(name.replace("_", " "), "red"))
-        for problem, cases in problems.items():
-            more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-            console.print(f"  {problem} ({cases[0]}{more})")
+        for problem, places in problems.items():
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            console.print(f"  {problem} ({places[0]}{more})")
     if failures:
         raise typer.Exit(1)
 
 
 def _load(target: str) -> Method:
-    from fata.methods.outside import outside
+    from fata.methods.external import external
 
     look_here([target])
     try:
-        return outside(target)()
+        return external(target)()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except TypeError as error:

@@ -133,7 +133,7 @@ class RankGroup(Ranks):
             yield index.new_zeros(1)
 
     def agree(self, **what: str) -> None:
-        """Refuse ranks that were given something else than the first."""
+        """Raise if a rank was given something else than the first."""
         for name, text in what.items():
             digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
             here = torch.tensor(int.from_bytes(digest, "little"))

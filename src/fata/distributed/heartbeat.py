@@ -41,7 +41,7 @@ class Heartbeat:
         """Tell the others what went wrong; the first to tell is right."""
         try:
             told = self._store.compare_set("why", "", why).decode()
-        except RuntimeError:  # nobody is left to be told
+        except RuntimeError:  # no rank is left to tell
             return why
         self._told = told == why
         return told

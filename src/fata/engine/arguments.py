@@ -52,7 +52,7 @@ def check_method(method: Method, plus: Fata | None, fisher_data: FisherData | No
         warnings.warn(
             "no fisher_data: EATA without its penalty is ETA. Give batches of clean images as "
             "fisher_data, or say fisher_alpha=0 to mean it.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -44,9 +44,8 @@ def build(
     if speed not in SPEEDS:
         raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
     arguments.check_group(group, speed)
-    params = arguments.renamed(params)
-    params = params if params is not None else method.params
-    params = params or ("norm-truncated" if plus else None)
+    params = method.params if params is None else arguments.renamed(params)
+    params = "norm-truncated" if params is None and plus else params
     theta = Theta(choose(model, params) if params is not None else {})
     vit, watch = is_transformer_like(model), arguments.guard_of(guard)
 

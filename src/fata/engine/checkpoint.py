@@ -24,7 +24,7 @@ from fata._text import listed
 from fata._torch import NormWithStatistics
 from fata.engine.engine import Engine
 from fata.engine.state import State
-from fata.guard.policy import Watched
+from fata.guard.state import Watched
 from fata.methods import describe, spec_of
 from fata.methods.base import CustomStep
 
@@ -74,14 +74,14 @@ class IncompatibleKeys(NamedTuple):
 def unpack(
     engine: Engine, source: str, packed: Mapping[str, Any], strict: bool = True
 ) -> tuple[State, IncompatibleKeys]:
-    """The state that `pack` made, once it is sure to be whole and, if strict, this engine's."""
+    """The state that `pack` made, checked to be whole and, if strict, this engine's."""
     if not isinstance(packed, Mapping):
         raise StateError(f"this is not the state of an adapter, but {type(packed).__name__}")
     mine = pack(engine, source)
     tensors = {name: tensor for name, tensor in packed.items() if name != "meta"}
     meta = _whole(packed.get("meta"), tensors, set(mine["meta"]))
     try:
-        _refuse_other(mine["meta"], meta)
+        _check_same(mine["meta"], meta)
         alike = True
     except StateError:
         alike = False
@@ -166,7 +166,7 @@ def _episodic(engine: Engine) -> bool:
     return isinstance(engine.method, CustomStep) and engine.method.episodic
 
 
-def _refuse_other(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+def _check_same(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     here, there = (spec_of(meta["method"], meta["plus"]) for meta in (mine, other))
     if here != there:
         raise StateError(f"the state is of method {there!r}; this adapter runs {here!r}")

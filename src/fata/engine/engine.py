@@ -130,7 +130,7 @@ class Engine:
     @property
     def prediction_weights(self) -> Tensor:
         """The weights that predict: the adapted ones, the source's or a teacher's."""
-        if self.state.watched.source_answers:
+        if self.state.watched.source_predicts:
             return self.source
         if isinstance(self.method, CustomStep):
             return self.method.prediction_weights(self)
@@ -345,7 +345,7 @@ class Engine:
             f"{what}: {why} ({listed(which, 4)}). Choose others by params=[...]; of a quantised "
             f"model adapt the float one, and quantise what unwrap() returns.",
             RuntimeWarning,
-            stacklevel=6,
+            stacklevel=7,
         )
 
     # -- where it is --------------------------------------------------------------------------

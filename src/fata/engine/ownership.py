@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import ClassVar
+import weakref
+from copy import deepcopy
+from typing import Any, ClassVar, NoReturn, Self
 from weakref import WeakSet
 
 from torch import nn
 
+from fata.engine.checkpoint import StateError
 from fata.engine.engine import Engine
 
 _OWNED: set[int] = set()  # ids of the models and parameters that an adapter has now
@@ -71,6 +74,55 @@ class Settings:
         for parameter, requires_grad in self._flags:
             parameter.requires_grad_(requires_grad)
         _OWNED.difference_update(self._parts)
+
+
+class ModelOwner(nn.Module):
+    """A module that has a model to itself: copies it along, and gives it back."""
+
+    _engine: Engine | None = None
+
+    def _own(self, engine: Engine, given: Settings) -> None:
+        """The model is this adapter's, until unwrap() or until the adapter is garbage."""
+        self._engine, self._given, self._lock = engine, given, Lock()
+        self._hold(engine)
+
+    def _hold(self, engine: Engine) -> None:
+        self._given.own()
+        self._release = weakref.finalize(self, self._given.restore, engine)
+        self._release.atexit = False
+
+    def _give_back(self) -> None:
+        self._release()
+        self._engine = None
+
+    def _live(self) -> Engine:
+        if self._engine is None:
+            raise StateError("this adapter was unwrapped; make a new one with fata.adapt")
+        return self._engine
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """An adapter of its own, with a copy of the model, that continues from here."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        with self._lock:
+            own = {name: part for name, part in self.__dict__.items() if name != "_release"}
+            twin.__dict__.update(deepcopy(own, memo))
+        if twin._engine is not None:
+            twin._hold(twin._engine)
+        return twin
+
+    def __reduce__(self) -> NoReturn:
+        """Raise: an adapter cannot be pickled."""
+        raise TypeError(
+            "an adapter cannot be pickled: save(path) writes its state, and load(path) continues "
+            "from it in an adapter made alike."
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """Move the state along with the model: `.to`, `.cuda`, `.cpu`."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self._engine is not None:
+            self._engine.move()
+        return self
 
 
 def check_free(model: nn.Module) -> None:

@@ -38,7 +38,7 @@ def rate(preset: str, method: Method, vit: bool, batch: int) -> float:
 
 
 def check_rate(lr: float | str | None) -> None:
-    """Refuse a rate that is not positive and no preset's name."""
+    """Raise for a rate that is not positive and no preset's name."""
     if lr is None or lr in PRESETS:
         return
     if isinstance(lr, bool) or not isinstance(lr, Real) or not 0 < lr < math.inf:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fata.guard.policy import Watched
+from fata.guard.state import Watched
 from fata.methods.base import Batch, Memory
 from fata.methods.fata import Perturb
 from fata.methods.selection import Selection
@@ -33,6 +33,20 @@ class State:
         """Add to the counters; those on the device stay there until they are read."""
         for name, number in more.items():
             self.counts[name] = self.counts.get(name, 0) + number
+
+    def summary(self, host: str, plus: bool) -> dict[str, Any]:
+        """The counters as plain numbers; waits for the device."""
+        counts = {name: int(number) for name, number in self.counts.items()}
+        names = ("seen", "not_finite", "stepped", "dropped", "recovered")
+        rows = ("rows_forward", "rows_tail", "rows_backward", "rows_source")
+        selected = {host: counts.get("host", 0)}
+        if plus:
+            selected["fata"] = counts.get("plus", 0)
+        return {
+            **{name: counts.get(name, 0) for name in names},
+            "selected": selected,
+            **{name: counts.get(name, 0) for name in rows},
+        }
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from fata.methods.base import Method
 from fata.methods.cotta import Cotta
 from fata.methods.deyo import Deyo
 from fata.methods.eata import Eata
+from fata.methods.external import external
 from fata.methods.fata import Fata
 from fata.methods.memo import Memo
-from fata.methods.outside import outside
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
 from fata.methods.tent import Tent
@@ -63,7 +63,7 @@ def parse(spec: str, **fields: Any) -> tuple[Method, Fata | None]:
             f"{near(spec.lower(), SPECS)}"
         )
     alone = host == "fata"  # its loss alone, on BatchNorm's batch statistics
-    kind = Norm if alone else outside(host) if foreign else METHODS[host]
+    kind = Norm if alone else external(host) if foreign else METHODS[host]
     plugin = Fata if plus or alone else None
     known = {name: (0, name) for name in _fields(kind)}
     if plugin is not None:

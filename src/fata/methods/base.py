@@ -87,7 +87,7 @@ class Method:
     select_runs_model: ClassVar[bool] = False  # or draws random numbers, or waits for values
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
 
     @property
     def prior(self) -> float:
@@ -206,7 +206,7 @@ def in_range(
     whole: bool = False,
     hint: str = "",
 ) -> None:
-    """Refuse a field that is no number, or no whole number, in [low, high]."""
+    """Raise for a field that is no number, or no whole number, in [low, high]."""
     value = getattr(owner, field)
     number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
     if not number or not math.isfinite(value) or not low <= value <= high:
@@ -218,7 +218,7 @@ def in_range(
 
 
 def is_threshold(owner: object, field: str, unlimited: bool = True) -> None:
-    """Refuse an entropy that is not in units of ln C."""
+    """Raise for an entropy that is not in units of ln C."""
     value = getattr(owner, field)
     if unlimited and value == math.inf:
         return

@@ -6,9 +6,9 @@
     teacher <-  0.999 teacher + 0.001 student
     student <-  source, each weight with probability 0.001
 
-Every weight and bias trains, by SGD with Nesterov momentum at 0.01; the answer is t. The views are
-made in [0, 1]: images that were normalised need `mean` and `std`. The teacher's pass over the plain
-images is left out where the views replace it.
+Every weight and bias trains, by SGD with Nesterov momentum at 0.01; the prediction is t. The views
+are made in [0, 1]: images that were normalised need `mean` and `std`. The teacher's pass over the
+plain images is left out where the views replace it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fata.methods.base import CustomStep, Engine, in_range
 from fata.methods.losses import soft_cross_entropy
-from fata.methods.pixels import Draw, Pixels
+from fata.methods.pixels import Pixels, Rng
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Cotta(CustomStep):
     params: ClassVar[str | None] = "weights"
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
         in_range(self, "threshold", 0, 1)
         in_range(self, "views", 1, whole=True)
         Pixels(self.mean, self.std)  # refuses one without the other
@@ -75,9 +75,9 @@ class Cotta(CustomStep):
         student, teacher = state.theta, self.prediction_weights(engine)
         with engine.theta.at(source, back=student):
             confidence = engine.predict(images).softmax(1).amax(1)
-            sure = group.mean(confidence) >= self.threshold
+            confident = group.mean(confidence) >= self.threshold
         with engine.theta.at(teacher, back=student):
-            target = engine.predict(images) if sure else self._averaged(engine, images)
+            target = engine.predict(images) if confident else self._averaged(engine, images)
         with torch.enable_grad():
             logits = engine.forward(images)
             loss = soft_cross_entropy(logits, target) + soft_cross_entropy(target, logits)
@@ -98,12 +98,12 @@ class Cotta(CustomStep):
             from fata.methods.views import cotta_view  # torchvision takes seconds to import
 
             place = engine.group.place(len(images))
-            draw = Draw(engine.generator("views", "cpu"), place)
+            rng = Rng(engine.generator("views", "cpu"), place)
             space = Pixels(self.mean, self.std)
             pixels = space.of(images)
 
             def augment(_: Tensor) -> Tensor:
-                return space.back(cotta_view(pixels, draw))
+                return space.back(cotta_view(pixels, rng))
 
         views = (augment(images) if len(images) else images for _ in range(self.views))
         return torch.stack([engine.predict(view) for view in views]).mean(0)

@@ -4,8 +4,8 @@
     S     =  H < tau_ent  and  PLPD > tau_plpd
     L     =  mean_S (exp(E0 - H) + exp(PLPD)) H
 
-with tau_ent = 0.5 ln C, E0 = 0.4 ln C, tau_plpd = 0.2: a row that is as sure of an image whose
-shape has been destroyed does not look at the shape, and is not learned from.
+with tau_ent = 0.5 ln C, E0 = 0.4 ln C, tau_plpd = 0.2: a row that is as confident on an
+image whose shape was destroyed does not use the shape, and is not learned from.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Deyo(Method):
     select_runs_model: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
         is_threshold(self, "threshold")
         is_threshold(self, "scale", unlimited=False)
         in_range(self, "plpd_threshold", -math.inf)

@@ -40,13 +40,13 @@ class Eata(Method):
         return self.fisher_alpha > 0
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
         is_threshold(self, "threshold", unlimited=False)
         in_range(self, "redundancy", 0, hint=" (1 or more: no filter)")
         in_range(self, "fisher_alpha", 0)
 
     def select(self, batch: Batch, memory: Memory) -> Selection:
-        """Reliable and not redundant; surer rows weigh more."""
+        """Reliable and not redundant; confident rows weigh more."""
         keep = reliable(batch.entropy, self.threshold, batch.classes)
         if memory:
             keep &= distinct(batch.probs, memory["mean_probs"], self.redundancy) | ~memory["begun"]

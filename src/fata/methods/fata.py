@@ -63,7 +63,7 @@ class Fata:
     name = "fata"
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
         if not isinstance(self.layer, str):
             raise TypeError(f"Fata(layer={self.layer!r}): give the name of a module, or 'auto'.")
         in_range(self, "sigma", 0)

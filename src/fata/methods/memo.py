@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fata.methods.base import CustomStep, Engine, in_range
 from fata.methods.losses import marginal_entropy
-from fata.methods.pixels import Draw, Pixels
+from fata.methods.pixels import Pixels, Rng
 
 SMALL = 3 * 64 * 64  # values of an image up to which a GPU is slower at making views of it
 
@@ -49,7 +49,7 @@ class Memo(CustomStep):
     episodic: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
         in_range(self, "views", 1, whole=True)
         Pixels(self.mean, self.std)  # refuses one without the other
         in_range(self, "prior", 0)
@@ -79,8 +79,8 @@ class Memo(CustomStep):
 
     def _one(self, engine: Engine, image: Tensor, row: int) -> tuple[Tensor, Tensor]:
         """The prediction of an image, and whether its gradient moved anything."""
-        draw = Draw(engine.generator(f"views of row {row}", "cpu"))
-        views = self._views(image, draw)
+        rng = Rng(engine.generator(f"views of row {row}", "cpu"))
+        views = self._views(image, rng)
         with torch.enable_grad():
             gradient = engine.theta.gradient(marginal_entropy(engine.forward(views)))
         engine.state.count(rows_backward=len(views))
@@ -88,14 +88,14 @@ class Memo(CustomStep):
         with engine.theta.at(self._descend(engine, gradient), back=engine.source):
             return engine.predict(image), gradient.any()
 
-    def _views(self, image: Tensor, draw: Draw) -> Tensor:
+    def _views(self, image: Tensor, rng: Rng) -> Tensor:
         if self.augment is not None:
             return self.augment(image[0], self.views)
         from fata.methods.views import augmix_view  # torchvision takes seconds to import
 
         space = Pixels(self.mean, self.std)
         pixels = space.of(image if image.numel() > SMALL else image.cpu())
-        views = torch.cat([augmix_view(pixels, draw) for _ in range(self.views)])
+        views = torch.cat([augmix_view(pixels, rng) for _ in range(self.views)])
         return space.back(views.to(image.device))
 
     def _descend(self, engine: Engine, gradient: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Pixels of images, and scalars to draw, for augmented views."""
+"""Pixels of images, and random scalars, for augmented views."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Pixels:
     std: Sequence[float] | None
 
     def __post_init__(self) -> None:
-        """Refuse what nothing can be normalised with."""
+        """Raise for what nothing can be normalised with."""
         if (self.mean is None) != (self.std is None):
             raise ValueError("mean and std: give both, or neither for images in [0, 1].")
         if self.mean is None or self.std is None:
@@ -64,11 +64,11 @@ class Pixels:
         return column.to(like.device, non_blocking=True)  # made on a GPU it would be waited for
 
 
-class Draw:
+class Rng:
     """Scalars from a generator on the CPU, and noise for the rows of a batch.
 
     Args:
-        generator: of the draws.
+        generator: of the random numbers.
         place: how many rows the batch has on all ranks, and which are here; None: all are.
     """
 

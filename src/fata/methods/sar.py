@@ -4,7 +4,8 @@
 
 SAM climbs to theta + eps on the reliable rows; of those, the rows that are still reliable there
 give the gradient of the step from theta. The mean entropy of the second pass is averaged
-(0.9 / 0.1); where the average falls under 0.2 the model has collapsed and goes back to the source.
+(0.9 / 0.1); if the average falls under 0.2 the model has collapsed, and restarts from the source
+weights.
 
 The released code keeps its average and SGD's momentum through a recovery; here weights, momentum
 and average are cleared together. The second pass sees the selected rows only, as in the code behind
@@ -35,7 +36,7 @@ class Sar(Method):
     name: ClassVar[str] = "sar"
 
     def __post_init__(self) -> None:
-        """Refuse fields out of range."""
+        """Raise for fields out of range."""
         is_threshold(self, "threshold")
         in_range(self, "rho", 0)
         in_range(self, "recovery", 0, hint=" nats (0: never recover)")

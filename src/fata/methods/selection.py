@@ -37,12 +37,12 @@ class Selection:
 
 
 def reliable(entropy: Tensor, threshold: float, classes: int) -> Tensor:
-    """H < threshold x ln C: the model is sure enough of these rows."""
+    """H < threshold x ln C: the model is confident enough on these rows."""
     return entropy < threshold * math.log(classes)
 
 
 def confidence(entropy: Tensor, scale: float, classes: int) -> Tensor:
-    """exp(scale x ln C - H): surer rows weigh more."""
+    """exp(scale x ln C - H): confident rows weigh more."""
     return (scale * math.log(classes) - entropy).exp()
 
 

@@ -9,66 +9,66 @@ from torch import Tensor
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as T
 
-from fata.methods.pixels import Draw
+from fata.methods.pixels import Rng
 
 
-def cotta_view(pixels: Tensor, draw: Draw) -> Tensor:
-    """CoTTA's augmentation of a batch in [0, 1]: one draw of the parameters for the batch."""
-    x: Tensor = _jitter(pixels, draw)
+def cotta_view(pixels: Tensor, rng: Rng) -> Tensor:
+    """CoTTA's augmentation of a batch in [0, 1]: the same random parameters for the whole batch."""
+    x: Tensor = _jitter(pixels, rng)
     height, width = x.shape[-2:]
     x = T.pad(x, [width // 2, height // 2], padding_mode="edge")
-    shift = [draw.uniform(-1 / 16, 1 / 16) * side for side in (x.shape[-1], x.shape[-2])]
+    shift = [rng.uniform(-1 / 16, 1 / 16) * side for side in (x.shape[-1], x.shape[-2])]
     x = T.affine(
         x,
-        angle=draw.uniform(-15, 15),
+        angle=rng.uniform(-15, 15),
         translate=[round(s) for s in shift],
-        scale=draw.uniform(0.9, 1.1),
+        scale=rng.uniform(0.9, 1.1),
         shear=[0.0, 0.0],
         interpolation=InterpolationMode.BILINEAR,
     )
-    x = T.gaussian_blur(x, [5, 5], [draw.uniform(0.001, 0.5)])
+    x = T.gaussian_blur(x, [5, 5], [rng.uniform(0.001, 0.5)])
     x = T.center_crop(x, [height, width])
-    x = T.horizontal_flip(x) if draw.coin() else x
-    return torch.clamp(x + 0.005 * draw.normal(x), 0, 1)
+    x = T.horizontal_flip(x) if rng.coin() else x
+    return torch.clamp(x + 0.005 * rng.normal(x), 0, 1)
 
 
-def _jitter(x: Tensor, draw: Draw) -> Tensor:
+def _jitter(x: Tensor, rng: Rng) -> Tensor:
     changes: list[Callable[[Tensor], Tensor]] = [
-        lambda x: T.adjust_brightness(x, draw.uniform(0.6, 1.4)),
-        lambda x: T.adjust_contrast(x, draw.uniform(0.7, 1.3)),
-        lambda x: T.adjust_saturation(x, draw.uniform(0.5, 1.5)),
-        lambda x: T.adjust_hue(x, draw.uniform(-0.06, 0.06)),
-        lambda x: T.adjust_gamma(x.clamp(1e-8, 1), draw.uniform(0.7, 1.3)),
+        lambda x: T.adjust_brightness(x, rng.uniform(0.6, 1.4)),
+        lambda x: T.adjust_contrast(x, rng.uniform(0.7, 1.3)),
+        lambda x: T.adjust_saturation(x, rng.uniform(0.5, 1.5)),
+        lambda x: T.adjust_hue(x, rng.uniform(-0.06, 0.06)),
+        lambda x: T.adjust_gamma(x.clamp(1e-8, 1), rng.uniform(0.7, 1.3)),
     ]
-    for index in draw.order(len(changes)):
+    for index in rng.order(len(changes)):
         x = changes[index](x)
     return x
 
 
-def augmix_view(pixels: Tensor, draw: Draw) -> Tensor:
+def augmix_view(pixels: Tensor, rng: Rng) -> Tensor:
     """MEMO's view of one image (1, 3, H, W) in [0, 1]: a random crop, mixed with three chains."""
-    crop = _random_crop(pixels, draw)
-    crop = T.horizontal_flip(crop) if draw.coin() else crop
-    shares = torch.tensor([draw.uniform(1e-9, 1) for _ in range(3)]).log().neg()
+    crop = _random_crop(pixels, rng)
+    crop = T.horizontal_flip(crop) if rng.coin() else crop
+    shares = torch.tensor([rng.uniform(1e-9, 1) for _ in range(3)]).log().neg()
     shares = shares / shares.sum()  # Dirichlet(1, 1, 1)
     mixed = torch.zeros_like(crop)
     for share in shares.tolist():
         chain = crop
-        for _ in range(draw.integer(1, 3)):
-            chain = _OPERATIONS[draw.integer(0, len(_OPERATIONS) - 1)](chain, draw)
+        for _ in range(rng.integer(1, 3)):
+            chain = _OPERATIONS[rng.integer(0, len(_OPERATIONS) - 1)](chain, rng)
         mixed = mixed + share * chain
-    kept = draw.uniform(0, 1)  # Beta(1, 1)
+    kept = rng.uniform(0, 1)  # Beta(1, 1)
     return kept * crop + (1 - kept) * mixed
 
 
-def _random_crop(x: Tensor, draw: Draw) -> Tensor:
+def _random_crop(x: Tensor, rng: Rng) -> Tensor:
     """A crop of 8 to 100 % of the area, sides 3:4 to 4:3, back at the image's size."""
     height, width = x.shape[-2:]
-    area = draw.uniform(0.08, 1.0) * height * width
-    ratio = 2 ** draw.uniform(-0.415, 0.415)  # log2(4/3) = 0.415
+    area = rng.uniform(0.08, 1.0) * height * width
+    ratio = 2 ** rng.uniform(-0.415, 0.415)  # log2(4/3) = 0.415
     w = max(1, min(width, round((area * ratio) ** 0.5)))
     h = max(1, min(height, round((area / ratio) ** 0.5)))
-    top, left = draw.integer(0, height - h), draw.integer(0, width - w)
+    top, left = rng.integer(0, height - h), rng.integer(0, width - w)
     crop: Tensor = T.resized_crop(x, top, left, h, w, [height, width], antialias=True)
     return crop
 
@@ -85,24 +85,24 @@ def _affine(
     return moved
 
 
-def _level(draw: Draw, most: float) -> float:
+def _level(rng: Rng, most: float) -> float:
     """AugMix's strength at severity 1: up to a tenth of the most."""
-    return draw.uniform(0.1, 1.0) / 10 * most
+    return rng.uniform(0.1, 1.0) / 10 * most
 
 
-def _signed(draw: Draw, most: float) -> float:
-    return _level(draw, most) * (1 if draw.coin() else -1)
+def _signed(rng: Rng, most: float) -> float:
+    return _level(rng, most) * (1 if rng.coin() else -1)
 
 
 _SHEAR = 16.7  # degrees of a shear by 0.3
-_OPERATIONS: list[Callable[[Tensor, Draw], Tensor]] = [
-    lambda x, draw: T.autocontrast(x),
-    lambda x, draw: T.equalize(x),
-    lambda x, draw: _affine(x, angle=_signed(draw, 30)),
-    lambda x, draw: T.solarize(x, 1 - _level(draw, 1)),
-    lambda x, draw: _affine(x, shear=(_signed(draw, _SHEAR), 0)),
-    lambda x, draw: _affine(x, shear=(0, _signed(draw, _SHEAR))),
-    lambda x, draw: _affine(x, shift=(_signed(draw, x.shape[-1] / 3), 0)),
-    lambda x, draw: _affine(x, shift=(0, _signed(draw, x.shape[-2] / 3))),
-    lambda x, draw: T.posterize(x, 4),
+_OPERATIONS: list[Callable[[Tensor, Rng], Tensor]] = [
+    lambda x, rng: T.autocontrast(x),
+    lambda x, rng: T.equalize(x),
+    lambda x, rng: _affine(x, angle=_signed(rng, 30)),
+    lambda x, rng: T.solarize(x, 1 - _level(rng, 1)),
+    lambda x, rng: _affine(x, shear=(_signed(rng, _SHEAR), 0)),
+    lambda x, rng: _affine(x, shear=(0, _signed(rng, _SHEAR))),
+    lambda x, rng: _affine(x, shift=(_signed(rng, x.shape[-1] / 3), 0)),
+    lambda x, rng: _affine(x, shift=(0, _signed(rng, x.shape[-2] / 3))),
+    lambda x, rng: T.posterize(x, 4),
 ]

@@ -47,10 +47,10 @@ class Tap:
         self._cloned: set[nn.Module] = set()  # whose output is changed in place later in the pass
 
     def channels(self, images: Tensor) -> int:
-        """Number of channels of z, by a pass over the first image; known from then on."""
+        """Number of channels of z, by a pass over two images; known from then on."""
         if self._channels is None:
             with torch.no_grad():
-                z = self.feature(images[:1]).z
+                z = self.feature(images[:2]).z
             self._channels = z.shape[self.channel_axis(z)]
         return self._channels
 

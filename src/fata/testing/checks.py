@@ -1,7 +1,7 @@
-"""The battery: what every method must hold to, on small networks of each kind of normalisation.
+"""What every method must hold to, on small networks of each kind of normalisation.
 
-`fata check my_module:MyMethod` runs it on a method of your own; the project's tests run it on ours.
-A check is a function of a `Case` that raises `CheckError`.
+`fata check my_module:MyMethod` runs this on a method of your own; the project's tests run it on
+ours. A check is a function of a `Case` that raises `CheckError`.
 """
 
 from __future__ import annotations
@@ -9,26 +9,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from copy import deepcopy
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fata.adapter import Adapter
-from fata.methods import Norm, Source, describe
-from fata.methods.base import Batch, CustomStep, Memory, Method
+from fata.methods import describe
+from fata.methods.base import Batch, Memory, Method
 from fata.methods.fata import Fata
-from fata.methods.losses import entropy
-from fata.methods.selection import Selection, reliable
-from fata.network.norms import BatchStatistics
-from fata.zoo import tiny
+from fata.methods.selection import Selection
+from fata.testing.cases import CLASSES, Case, images, network
 
-ROWS = (16, 1)
-CLASSES = 10
 HALF = 2**-26  # of the bits of float64: rounding is amplified by far less, an error is far more
 
 
@@ -36,94 +29,10 @@ class CheckError(AssertionError):
     """A method does not do what every method must."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A method on a network, with batches of so many rows."""
-
-    method: Method
-    plus: Fata | None
-    net: str
-    rows: int
-    dtype: torch.dtype = torch.float32
-
-    def in_double(self) -> Case:
-        """The same in float64, where two ways to compute the same agree on every processor."""
-        return dataclasses.replace(self, dtype=torch.float64)
-
-    def adapter(self, **changes: Any) -> Adapter:
-        """A new adapter on a new copy of the network."""
-        given = {"method": self.method, "plus": self.plus, "lr": 2e-3, "seed": 1, "guard": None}
-        changes = {**given, **changes}
-        if changes["method"].wants_fisher:
-            changes["fisher_data"] = [images(8, seed=6).to(self.dtype)]
-        return Adapter(network(self.net).to(self.dtype), **changes)
-
-    def plain(self) -> Adapter:
-        """An adapter that learns nothing, with the same BatchNorm statistics."""
-        return self.adapter(method=Norm() if self.method.batch_statistics else Source(), plus=None)
-
-    def stream(self) -> list[Tensor]:
-        """Batches of images that are partly easy and partly hard for the network."""
-        every = images(48 if self.rows > 1 else 10).to(self.dtype)
-        return list(torch.split(every, self.rows))
-
-    @property
-    def common(self) -> bool:
-        """Whether the method goes the common way of one batch."""
-        return not isinstance(self.method, CustomStep)
-
-    @property
-    def learns(self) -> bool:
-        """Whether the method adapts anything at all."""
-        return self.method.params is not None or self.plus is not None
-
-
-def cases(method: Method, plus: Fata | None = None) -> Iterator[Case]:
-    """A method on every small network, with batches of 16 rows and of one."""
-    return (Case(method, plus, net, rows) for net in tiny.NAMES for rows in ROWS)
-
-
-def images(n: int, seed: int = 7) -> Tensor:
-    """Blurred noise of varying contrast, (n, 3, 16, 16), in [0, 1]."""
-    generator = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(n, 3, 4, 4, generator=generator)
-    fine = torch.rand(n, 3, 16, 16, generator=generator)
-    mix = torch.rand(n, 1, 1, 1, generator=generator)
-    return mix * nn.functional.interpolate(coarse, 16, mode="bilinear") + (1 - mix) * fine
-
-
-def network(name: str) -> nn.Module:
-    """A small network whose predictions are partly sure and partly not."""
-    return deepcopy(_calibrated(name))
-
-
-@cache
-def _calibrated(name: str) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(5)
-        model = tiny.build(name, CLASSES).eval()
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
-    head = model.fc if name.startswith("resnet") else model.head
-    assert isinstance(head, nn.Linear)
-    statistics = BatchStatistics(model)
-    with torch.no_grad():
-        logits = model(images(64))
-        head.bias.sub_(logits.mean(0))  # every class has its turn
-        centred, scale = logits - logits.mean(0), 1.0
-        for _ in range(60):  # until half of the rows are reliable
-            sure = reliable(entropy(scale * centred), 0.4, CLASSES).float().mean() > 0.5
-            scale *= 0.97 if sure else 1.1
-        head.weight.mul_(scale)
-        head.bias.mul_(scale)
-    statistics.remove()
-    return model
-
-
 # -- the checks ---------------------------------------------------------------------------------
 
 
-def answers_are_finite(case: Case) -> None:
+def predictions_are_finite(case: Case) -> None:
     """Logits of every row, finite, without a graph; also for a short last batch."""
     adapter = case.adapter()
     for batch in [*case.stream(), images(5), images(1)]:
@@ -138,10 +47,13 @@ def learns_something(case: Case) -> None:
     if not case.learns:
         return
     adapter = case.adapter()
-    answers = _run(adapter, case.stream())
+    predictions = _run(adapter, case.stream())
     plain = _run(case.plain(), case.stream())
     _ensure(adapter.counts["stepped"] > 0, "no step in the whole stream: does it select any row?")
-    _ensure(not torch.equal(answers, plain), "the answers are those of a model that never learned")
+    _ensure(
+        not torch.equal(predictions, plain),
+        "the predictions are those of a model that never learned",
+    )
 
 
 def only_named_parameters_move(case: Case) -> None:
@@ -154,25 +66,25 @@ def only_named_parameters_move(case: Case) -> None:
             _ensure(torch.equal(tensor, before[name]), f"{name} has moved")
 
 
-def first_answer_is_the_plain_models(case: Case) -> None:
-    """The first batch is answered before anything was learned, whatever rows are augmented."""
+def first_prediction_is_the_plain_models(case: Case) -> None:
+    """The first batch is predicted before anything was learned, whatever rows are augmented."""
     if not case.common:
         return
     case = case.in_double()
     batch = case.stream()[0]
     _ensure_close(
-        case.adapter()(batch), case.plain()(batch), "the first answer is not the plain model's"
+        case.adapter()(batch), case.plain()(batch), "the first prediction is not the plain model's"
     )
 
 
 def reset_is_bit_equal(case: Case) -> None:
-    """A reset gives the source model, and the same stream the same answers."""
+    """A reset gives the source model, and the same stream the same predictions."""
     adapter, source = case.adapter(), network(case.net).state_dict()
     first = _run(adapter, case.stream())
     adapter.reset()
     for name, tensor in adapter.model.state_dict().items():
         _ensure(torch.equal(tensor, source[name]), f"{name} is not the source's after a reset")
-    _ensure_equal(_run(adapter, case.stream()), first, "answers after a reset")
+    _ensure_equal(_run(adapter, case.stream()), first, "predictions after a reset")
 
 
 def saved_state_goes_on(case: Case) -> None:
@@ -186,8 +98,8 @@ def saved_state_goes_on(case: Case) -> None:
         path = Path(folder) / "state.safetensors"
         stopped.save(path)
         resumed.load(path)
-    answers = _run(resumed, stream[half:])
-    _ensure_equal(answers, expected[-len(answers) :], "answers after a stop")
+    predictions = _run(resumed, stream[half:])
+    _ensure_equal(predictions, expected[-len(predictions) :], "predictions after a stop")
     pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
     _ensure(all(torch.equal(a, b) for a, b in pairs), "other parameters after a stop")
     _ensure(whole.counts == resumed.counts, "other counts after a stop")
@@ -247,7 +159,9 @@ def host_is_itself_beside_fata(case: Case) -> None:
     if not (case.common and case.method.params):
         return
     alone, zero = case.adapter(plus=None), case.adapter(plus=Fata(weight=0.0))
-    _ensure_equal(_run(zero, case.stream()), _run(alone, case.stream()), "answers beside 0 x FATA")
+    _ensure_equal(
+        _run(zero, case.stream()), _run(alone, case.stream()), "predictions beside 0 x FATA"
+    )
     _ensure_equal(zero._live().state.theta, alone._live().state.theta, "theta beside 0 x FATA")
     if case.method.sam_rho is None:  # SAM's second pass is at other weights with another loss
         alone, beside = case.adapter(plus=None), case.adapter(plus=Fata())
@@ -257,31 +171,33 @@ def host_is_itself_beside_fata(case: Case) -> None:
 
 
 def order_of_rows_does_not_matter(case: Case) -> None:
-    """Permuted images give permuted answers."""
+    """Permuted images give permuted predictions."""
     if not case.common:
         return
     case = case.in_double()
     batch = case.stream()[0]
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0))
-    answers = case.adapter()(batch)[order]
-    _ensure_close(case.adapter()(batch[order]), answers, "answers of permuted images")
+    predictions = case.adapter()(batch)[order]
+    _ensure_close(case.adapter()(batch[order]), predictions, "predictions of permuted images")
 
 
 def gradient_modes_do_not_matter(case: Case) -> None:
     """The same bits inside `torch.no_grad` and inside `torch.inference_mode`."""
     expected = _run(case.adapter(), case.stream())
     with torch.no_grad():
-        _ensure_equal(_run(case.adapter(), case.stream()), expected, "answers in no_grad")
+        _ensure_equal(_run(case.adapter(), case.stream()), expected, "predictions in no_grad")
     adapter = case.adapter()
     with torch.inference_mode():
-        _ensure_equal(_run(adapter, case.stream()), expected, "answers in inference_mode")
+        _ensure_equal(_run(adapter, case.stream()), expected, "predictions in inference_mode")
 
 
 def fast_gives_the_same(case: Case) -> None:
-    """Programs over padded rows answer, and learn, as the exact way does."""
+    """Captured functions over padded rows predict, and learn, as the exact step does."""
     case = case.in_double()
     exact, fast = case.adapter(speed="exact"), case.adapter(speed="fast")
-    _ensure_close(_run(fast, case.stream()), _run(exact, case.stream()), "answers of speed='fast'")
+    _ensure_close(
+        _run(fast, case.stream()), _run(exact, case.stream()), "predictions of speed='fast'"
+    )
     counts = [{name: a.counts[name] for name in ("stepped", "selected")} for a in (exact, fast)]
     _ensure(counts[0] == counts[1], f"speed='fast' counts {counts[1]}, and 'exact' {counts[0]}")
 
@@ -293,7 +209,7 @@ def frozen_changes_nothing(case: Case) -> None:
     before = adapter.state_dict()
     with adapter.frozen():
         first, second = (_run(adapter, case.stream()) for _ in range(2))
-    _ensure_equal(first, second, "answers of a frozen adapter, the second time")
+    _ensure_equal(first, second, "predictions of a frozen adapter, the second time")
     after = adapter.state_dict()
     _ensure(before.pop("meta") == after.pop("meta"), "counts moved while frozen")
     _ensure(all(torch.equal(before[n], after[n]) for n in after), "state moved while frozen")
@@ -317,7 +233,7 @@ def unwrap_leaves_a_plain_model(case: Case) -> None:
 
 
 def global_generator_is_left_alone(case: Case) -> None:
-    """The adapter draws from its own generator."""
+    """The adapter has a generator of its own."""
     before = torch.random.get_rng_state()
     _run(case.adapter(), case.stream())
     _ensure_equal(torch.random.get_rng_state(), before, "torch's global generator")
@@ -332,10 +248,10 @@ def rows_that_are_not_finite_touch_nothing(case: Case) -> None:
     plain = network(case.net).to(case.dtype).eval()(bad).detach()
     for index, batch in enumerate(case.stream()):
         expected = clean(batch)
-        answers = dirty(torch.cat((bad[:1], batch, bad[1:])))
-        _ensure_equal(answers[1:-1], expected, "the other rows' answers")
+        predictions = dirty(torch.cat((bad[:1], batch, bad[1:])))
+        _ensure_equal(predictions[1:-1], expected, "the other rows' predictions")
         if not index:
-            same = torch.allclose(answers[[0, -1]], plain, HALF, HALF, equal_nan=True)
+            same = torch.allclose(predictions[[0, -1]], plain, HALF, HALF, equal_nan=True)
             _ensure(same, "rows that are not finite must get the plain model's logits")
     _ensure(dirty.counts["not_finite"] == 2 * len(case.stream()), "they are not counted")
     _ensure_equal(dirty._live().state.theta, clean._live().state.theta, "theta")
@@ -360,10 +276,10 @@ def describes_itself(case: Case) -> None:
 
 
 CHECKS: tuple[Callable[[Case], None], ...] = (
-    answers_are_finite,
+    predictions_are_finite,
     learns_something,
     only_named_parameters_move,
-    first_answer_is_the_plain_models,
+    first_prediction_is_the_plain_models,
     reset_is_bit_equal,
     saved_state_goes_on,
     nothing_selected_moves_nothing,

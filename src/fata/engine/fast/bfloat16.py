@@ -26,7 +26,7 @@ HalfWeight = tuple[nn.Module, str, nn.Parameter]  # a layer, its parameter, that
 
 
 def pays_on_cpu(model: nn.Module, device: torch.device) -> bool:
-    """Whether it is faster there, for a network whose precision nobody chose."""
+    """Whether it is faster on this CPU, for a network in plain float32."""
     weights = list(model.parameters())
     wide = sum(w.numel() for w in weights) >= WIDE
     plain = all(w.dtype == torch.float32 for w in weights)

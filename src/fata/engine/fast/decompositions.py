@@ -1,9 +1,9 @@
-"""What compiled programs are made of, where torch's own operations are slow channels-last.
+"""What compiled functions are made of, where torch's own operations are slow channels-last.
 
 GroupNorm: a group's values are a few neighbours here and there, which a sum over the group reads in
 tiny pieces. A channel at a time, neighbouring threads read neighbouring values; groups come after.
 
-The way back through a convolution of 1 x 1 is a product of matrices. As such it is given to the
+The backward pass of a 1 x 1 convolution is a product of matrices. As such it is given to the
 library for those, whose kernels for recent GPUs are better.
 """
 
@@ -60,7 +60,7 @@ def group_norm_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The way back to the input, the weight and the bias, where it is wanted."""
+    """Gradients of the input, the weight and the bias, those that are wanted."""
     size = channels // groups * places
     m, r = (_by_channel(of, channels) for of in (mean, rstd))
     g, off = widened(gradient), widened(x) - _over(m, x)
@@ -91,7 +91,7 @@ def convolution_backward(
     groups: int,
     wanted: Sequence[bool],
 ) -> Any:
-    """The way back to the input of a convolution of 1 x 1, alone; of any other, torch's own."""
+    """Gradient of the input of a 1 x 1 convolution; of any other, torch's own."""
     pointwise = {*weight.shape[2:], *stride} == {1} and {*padding} == {0}
     if transposed or groups > 1 or not pointwise or list(wanted) != [True, False, False]:
         return NotImplemented

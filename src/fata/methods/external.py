@@ -1,4 +1,4 @@
-"""Methods of somebody else's modules."""
+"""Methods of other modules, such as a user's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib
 from fata.methods.base import Method
 
 
-def outside(target: str) -> type[Method]:
+def external(target: str) -> type[Method]:
     """The class that `my_module:MyMethod` names."""
     module, _, name = target.partition(":")
     if not module or not name:

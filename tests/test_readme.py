@@ -85,7 +85,8 @@ def test_the_method_of_the_page_passes_the_checks(with_fata):
     from my_method import Margin
 
     import fata
-    from fata.testing.checks import CHECKS, Case
+    from fata.testing.cases import Case
+    from fata.testing.checks import CHECKS
 
     case = Case(Margin(), fata.Fata() if with_fata else None, "resnet_gn", 16)
     for check in CHECKS:

@@ -2,17 +2,23 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help demo test test-all lint browser clean
+.PHONY: help demo docs test test-all lint browser clean
 
 help:
 	@echo "make demo      what adapting, FATA and the guard do: about two minutes, a page at the end"
 	@echo "make test      lint, type check and the tests that a change is likely to break"
 	@echo "make test-all  the same with all tests, as in CI"
 	@echo "make lint      ruff and mypy alone"
+	@echo "make docs      build the documentation into site/, strictly: no dead link"
 	@echo "make clean     remove the environment"
 
 demo: $(VENV)/.installed
 	@$(BIN)/fata demo
+
+docs: $(VENV)/.documented
+	@echo "== documentation"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 test: lint browser
 	@echo "== tests (without the slow ones: make test-all)"
@@ -40,6 +46,11 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.tested: $(VENV)/.installed
 	@echo "== installing what the tests need"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[all,test]"
+	@touch $@
+
+$(VENV)/.documented: $(VENV)/.installed
+	@echo "== installing what the documentation needs"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[docs]"
 	@touch $@
 
 # Not a Python package: apt-get installs it where it may. Without it tests are skipped; in CI they fail.

@@ -3,7 +3,7 @@
 Each camera sends images at its own pace. When a batch of it is full it waits for a free process of
 the GPU, which takes the last camera's state out, puts this one's in (unless it has it already),
 predicts and learns. A batch that still waits when the camera's next one is full is lost. All times
-are flags; the defaults were measured (`python -m benchmarks.scale`; docs/scale.md says where).
+are flags; the defaults were measured (`python -m benchmarks.scale`; docs/lab/scale.md says where).
 """
 
 from __future__ import annotations

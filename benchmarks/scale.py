@@ -1,7 +1,7 @@
 """What a fleet or a large grid is made of, measured on this machine: `python -m benchmarks.scale`.
 
 Steps, states swapped in and out, sums over ranks, writes to the store, pictures decoded; medians,
-on one thread. The simulation (`benchmarks.fleet`) and docs/scale.md take their figures from here.
+on one thread. The simulation (`benchmarks.fleet`) and docs/lab/scale.md use its figures.
 """
 
 from __future__ import annotations

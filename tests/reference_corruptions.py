@@ -2,7 +2,7 @@
 
 The package `imagecorruptions-imaug` writes the constants of 224 pixels into its functions; here
 they run with those of another size in their place, and where the package departs from the scripts
-that made the released files (docs/corruptions.md), as those scripts did.
+that made the released files (docs/lab/corruptions.md), as those scripts did.
 """
 
 import inspect

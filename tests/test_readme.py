@@ -1,4 +1,4 @@
-"""Examples of the README and the docs run as they are printed."""
+"""Every Python example of the README and the user pages runs as it is printed."""
 
 import re
 from pathlib import Path
@@ -6,16 +6,37 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+METHOD = DOCS / "add-a-method.md"
+ELSEWHERE = {"data.md": "test_data.py"}  # pages whose examples another test runs
+PRINTED = {  # what the examples of a page must print
+    "index.md": ["% of 256 images"],
+    "your-model.md": ["torch.Size([8, 10])", "'1.weight'", "Deyo(", "sigma=0.5", "threshold=0.4"],
+    "models.md": ["mini_resnet_gn: weights"],
+    "corruptions.md": ["torch.Size([4, 3, 32, 32])"],
+    "guard.md": ["narrowing"],
+    "state.md": ["'seen': 128", "'tent': 1.0"],
+    "methods.md": ["torch.Size([16, 10])"],
+    "add-a-method.md": ["margin+fata"],
+}
 
 
-def run(page, heading):
-    """What the one example under a heading leaves behind."""
-    section = page.partition(heading)[2]
-    (code,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
-    names = {}
-    exec(compile(code, heading, "exec"), names)
-    return names
+def examples(page):
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def run(page):
+    """What each example of a page leaves behind."""
+    found = []
+    for number, code in enumerate(examples(page)):
+        names = {"__name__": f"example_{number}"}
+        exec(compile(code, f"{page.name}, example {number}", "exec"), names)
+        found.append(names)
+    return found
+
+
+PAGES = [p for p in sorted(DOCS.glob("*.md")) if examples(p) and p.name not in ELSEWHERE]
 
 
 @pytest.fixture(autouse=True)
@@ -24,40 +45,60 @@ def elsewhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def test_three_lines_are_enough():
-    names = run(README, "# fata")
-    assert names["adapted"].counts["seen"] == len(names["logits"]) == 64
-
-
-def test_use_leaves_a_file_and_the_source_model(tmp_path):
-    names = run(README, "## Use")
-    assert (tmp_path / "camera-7.safetensors").exists()
-    assert names["plain"] is names["loaded"].model
-
-
-def test_no_example_is_left_out():
-    assert README.count("```python") == 4
-
-
-def test_your_own_model_runs(capsys):
-    run(README, "## Your own model")
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if p not in (README, METHOD)], ids=lambda p: p.name
+)
+def test_the_examples_of_a_page_run(page, capsys):
+    run(page)
     printed = capsys.readouterr().out
-    assert "torch.Size([8, 10])" in printed
-    assert "'1.weight'" in printed
+    for part in PRINTED[page.name]:
+        assert part in printed
 
 
-def test_a_stream_is_adapted_to(capsys):
-    names = run(README, "## Models, data, streams")
-    assert names["seen"] == 512
-    assert f"{names['right'] / 512:.1%} of 512 images" in capsys.readouterr().out
+def test_the_readme_leaves_a_state_and_the_source_model(tmp_path):
+    (names,) = run(README)
+    assert (tmp_path / "camera-7.safetensors").exists()
+    assert names["logits"].shape == (64, 10)
+    assert names["adapted"].counts["seen"] == 0
 
 
-def test_an_embedded_model_is_loaded():
-    names = run((ROOT / "docs" / "models.md").read_text(), "# Models")
-    assert names["adapted"].counts["seen"] == 128
+@pytest.fixture
+def my_method(tmp_path, monkeypatch):
+    """The page's method, in the file that it says."""
+    (tmp_path / "my_method.py").write_text(examples(METHOD)[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    import sys
+
+    sys.modules.pop("my_method", None)
 
 
-def test_the_number_of_architectures_is_true():
+@pytest.mark.usefixtures("my_method")
+def test_the_method_of_the_page_adapts(capsys):
+    exec(compile(examples(METHOD)[1], METHOD.name, "exec"), {})
+    assert PRINTED[METHOD.name][0] in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("my_method")
+@pytest.mark.parametrize("with_fata", [False, True])
+def test_the_method_of_the_page_passes_the_checks(with_fata):
+    from my_method import Margin
+
+    import fata
+    from fata.testing.cases import Case
+    from fata.testing.checks import CHECKS
+
+    case = Case(Margin(), fata.Fata() if with_fata else None, "resnet_gn", 16)
+    for check in CHECKS:
+        check(case)
+
+
+def test_numbers_of_checks_and_architectures_are_true():
+    from fata.testing.checks import CHECKS
     from test_zoo import FAST, REST
 
-    assert f"is tested on {len(FAST) + len(REST)} architectures" in " ".join(README.split())
+    text = {p.name: " ".join(p.read_text().split()) for p in (README, METHOD)}
+    assert f"runs {len(CHECKS)} checks" in text["README.md"]
+    assert f"runs {len(CHECKS)} checks" in text["add-a-method.md"]
+    model = " ".join((DOCS / "your-model.md").read_text().split())
+    assert f"is tested on {len(FAST) + len(REST)} architectures" in model

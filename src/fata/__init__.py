@@ -52,7 +52,7 @@ _FROM = {
     "adapter": ("Adapter", "adapt"),
     "corruptions": ("corrupt",),
     "data.streams": ("stream",),
-    "distributed.ranks": ("GroupError",),
+    "distributed.group": ("GroupError",),
     "guard.policy": ("Guard",),
     "methods": ("Cotta", "Deyo", "Eata", "Memo", "Norm", "Sar", "Source", "Tent"),
     "methods.base": ("Batch", "Memory", "Method"),

@@ -65,7 +65,7 @@ def test_all_nineteen_are_here():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(BY_NAME) - {"elastic_transform", "frost", "snow"}))
 def test_the_reference_is_the_package(photographs, name):
-    """But for what docs/corruptions.md says it does otherwise than the published scripts."""
+    """But for what docs/lab/corruptions.md says it does otherwise than the published scripts."""
     for severity in (1, 5):
         np.random.seed(0)
         more = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -32,12 +33,14 @@ class Preprocess:
         squash: resize both sides, whatever the image's shape.
 
     Example:
+        >>> import torch
         >>> from PIL import Image
         >>> from fata.zoo.preprocess import Preprocess
         >>> preprocess = Preprocess(256, 224, "bilinear", (0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
-        >>> pixels = preprocess.pixels(Image.new("RGB", (640, 480)))
-        >>> pixels.shape, preprocess.normalise(pixels[None]).unique()
-        (torch.Size([3, 224, 224]), tensor([-1.]))
+        >>> preprocess(Image.new("RGB", (640, 480))).shape
+        torch.Size([3, 224, 224])
+        >>> preprocess(torch.zeros(8, 3, 224, 224)).unique()
+        tensor([-1.])
     """
 
     resize: int
@@ -64,6 +67,16 @@ class Preprocess:
                 f"a std above 0."
             )
 
+    def __call__(self, images: Image.Image | Tensor) -> Tensor:
+        """The network's input, from a Pillow image or from pixels in [0, 1].
+
+        Args:
+            images: an image, which is resized and cropped; or pixels (B, 3, H, W) that are already.
+        """
+        if isinstance(images, Tensor):
+            return self.normalise(images)
+        return self.normalise(self.pixels(images))
+
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Preprocess:
         """The preprocessing with fields from JSON."""
@@ -72,6 +85,12 @@ class Preprocess:
     def pixels(self, image: Image.Image) -> Tensor:
         """Resized and cropped pixels, (3, size, size) in [0, 1]."""
         return torch.from_numpy(np.array(self.view(image))).permute(2, 0, 1).float().div(255)
+
+    def picture(self, image: Image.Image) -> Tensor:
+        """Former name of `pixels`."""
+        message = "preprocess.picture is now preprocess.pixels; the old name goes next."
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.pixels(image)
 
     def view(self, image: Image.Image) -> Image.Image:
         """The same as a Pillow image."""

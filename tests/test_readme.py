@@ -94,8 +94,9 @@ def test_the_method_of_the_page_passes_the_checks(with_fata):
 
 
 def test_numbers_of_checks_and_architectures_are_true():
+    from tests.zoo.test_zoo import FAST, REST
+
     from fata.testing.checks import CHECKS
-    from test_zoo import FAST, REST
 
     text = {p.name: " ".join(p.read_text().split()) for p in (README, METHOD)}
     assert f"runs {len(CHECKS)} checks" in text["README.md"]

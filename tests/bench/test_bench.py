@@ -585,7 +585,7 @@ def test_the_command_runs_shows_and_resumes(tmp_path):
     ("domain", "pictures", "said"),
     [("frost", False, True), ("frost", True, False), ("fog", False, False)],
 )
-def test_frost_that_is_grown_is_told(tmp_path, monkeypatch, domain, pictures, said):
+def test_procedural_frost_is_announced(tmp_path, monkeypatch, domain, pictures, said):
     """Figures with it are others than those with images."""
     if not pictures:
         monkeypatch.setattr("fata.corruptions.weather._frost_folder", lambda: None)

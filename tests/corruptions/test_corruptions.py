@@ -233,7 +233,7 @@ def without_the_package():
         yield
 
 
-def test_frost_says_where_its_pictures_are_from():
+def test_frost_says_where_its_images_are_from():
     assert weather.frost_source() == "imagecorruptions-imaug"
     with without_the_package():
         assert weather.frost_source() == "procedural"
@@ -241,7 +241,7 @@ def test_frost_says_where_its_pictures_are_from():
 
 
 @pytest.mark.parametrize("side", [*SIDES, 64])
-def test_grown_frost_is_as_strong_as_the_pictures(side):
+def test_procedural_frost_is_as_strong_as_the_images(side):
     images = tensor(pictures(side)).repeat(20, 1, 1, 1)
     laid = [fata.corrupt(images, "frost", severity) for severity in range(1, 6)]
     with without_the_package():

@@ -181,7 +181,7 @@ def test_imagenet(tmp_path, inside):
     assert fata.data.open(f"imagenet:{tmp_path}").of(CLEAN).read(0).shape == (3, 224, 224)
 
 
-def test_unsorted_validation_pictures(tmp_path):
+def test_unsorted_validation_images(tmp_path):
     picture(tmp_path / "ILSVRC2012_val_00000001.JPEG")
     refused(tmp_path, "sorted into", "'ILSVRC2012_val_", spec=f"imagenet:{tmp_path}")
 
@@ -526,7 +526,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     refused("cannot list", tmp_path, spec=f"folder:{tmp_path}")
 
 
-def test_only_pictures_count(tmp_path):
+def test_only_images_count(tmp_path):
     """Upper case and links do; hidden files, notes, and folders do not."""
     classes(tmp_path, "a", images=1)
     for name in (".DS_Store", "._0.png", "Thumbs.db", "notes.txt"):
@@ -599,7 +599,7 @@ def test_labels_must_fit_the_model(tmp_path):
     assert fata.data.open(spec, fit=model(2, labels=["cat", "dog"])).classes == ("cat", "dog")
 
 
-def test_small_pictures_need_a_model_for_them():
+def test_small_images_need_a_model_for_them():
     large = Preprocess(256, 224, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
     refused("images of 32 pixels, but net takes 224", spec="embedded", fit=model(10, large))
     assert fata.data.open("embedded", fit=zoo.load("mini_resnet_gn")).classes == cifar.CLASSES
@@ -613,7 +613,7 @@ def fingerprint(spec):
     return data.fingerprint(data.domains)
 
 
-def test_fingerprints_follow_the_pictures_not_the_place(tmp_path, imagenet_c):
+def test_fingerprints_follow_the_images_not_the_place(tmp_path, imagenet_c):
     before = fingerprint(f"imagenet-c:{imagenet_c}")
     moved = imagenet_c.rename(tmp_path / "elsewhere")
     assert fingerprint(f"imagenet-c:{moved}") == before
@@ -691,7 +691,7 @@ def test_the_command_says_what_it_passes_over(tmp_path):
     assert f"4 other files or folders ignored, first {tmp_path / 'a' / 'photo.heic'}" in said
 
 
-def test_the_command_finds_damaged_pictures(tmp_path):
+def test_the_command_finds_damaged_images(tmp_path):
     classes(tmp_path, "a", "b", images=3)
     damaged = tmp_path / "b" / "1.png"
     damaged.write_bytes(damaged.read_bytes()[:200])

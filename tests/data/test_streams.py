@@ -425,7 +425,7 @@ def test_a_batch_stays_as_it_was_when_others_follow(pictures):
         assert torch.equal(here.images, there.images)
 
 
-def test_pictures_that_fit_in_no_slot_come_all_the_same(tmp_path):
+def test_images_that_fit_in_no_slot_come_all_the_same(tmp_path):
     """As where domains differ in size, or the first batch has fewer images than others."""
     for domain, side in (("small", 8), ("large", 16)):
         for name in ("cat", "dog"):
@@ -527,7 +527,7 @@ def too_large(file):
 @pytest.mark.usefixtures("cores")
 @pytest.mark.parametrize("workers", [0, 2, None])
 @pytest.mark.parametrize("damage", [cut, emptied, text, dangling, too_large])
-def test_a_damaged_picture_is_named(pictures, damage, workers):
+def test_a_damaged_image_is_named(pictures, damage, workers):
     file = pictures / "b" / "cat" / "1.png"
     damage(file)
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), "continual", batch_size=4)
@@ -570,7 +570,7 @@ def test_a_start_is_not_lost_with_its_batch(pictures):
     assert [damaged.partition(" ")[0] for damaged in batches[3].damaged] == names
 
 
-def test_damaged_pictures_at_the_end_are_counted(pictures):
+def test_damaged_images_at_the_end_are_counted(pictures):
     stream = fata.stream(fata.data.open(f"folder:{pictures}"), batch_size=2)
     broken(pictures, stream, 1, [3, 4, 5])
     batches = list(stream.serve(skip_damaged=True))

@@ -196,7 +196,7 @@ def test_same_seed_same_bits_whatever_the_workers(spec, tmp_path, monkeypatch):
     assert not equal(a, d)
 
 
-def test_held_out_pictures_are_of_every_class_and_never_learned_from():
+def test_held_out_images_are_of_every_class_and_never_learned_from():
     labels = torch.tensor([0] * 40 + [1] * 15 + [2] * 3 + [3])
     learned, held = images.split(labels, 0.1, torch.Generator().manual_seed(0))
     assert labels[held].bincount(minlength=4).tolist() == [4, 2, 1, 0]
@@ -205,7 +205,7 @@ def test_held_out_pictures_are_of_every_class_and_never_learned_from():
     assert torch.equal(held, again[1])
 
 
-def test_every_picture_comes_once_an_epoch_each_time_another_way(spec):
+def test_every_image_comes_once_an_epoch_each_time_another_way(spec):
     files = training.images_of(data.open(spec), "day")
     plan = images.TrainingPlan(files, PLAIN, Recipe(epochs=2, batch_size=20))
     assert [len(index) for _, index in plan.batches] == 2 * [18, 18, 18, 6]
@@ -335,7 +335,7 @@ def test_a_folder_without_domains_is_one(call, shapes):
     assert zoo.load("day.safetensors").recipe["domain"] == "clean"
 
 
-def test_damaged_pictures(call, tmp_path):
+def test_damaged_images(call, tmp_path):
     folder = pictures(tmp_path / "shapes", ("day",), 6)
     broken = folder / "day" / "disc" / "00.png"
     broken.write_bytes(broken.read_bytes()[:60])

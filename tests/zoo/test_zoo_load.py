@@ -320,7 +320,7 @@ WEIGHTS = torchvision.models.ResNet50_Weights
 
 
 @pytest.mark.parametrize("shape", [(320, 240), (241, 333), (90, 70), (224, 224)])
-def test_pictures_are_those_of_the_libraries(shape):
+def test_images_are_those_of_the_libraries(shape):
     """Bit for bit what torchvision and timm make of them."""
     image = picture(*shape)
     for name in (
@@ -348,7 +348,7 @@ def test_a_crop_leaves_the_scale_alone():
     assert use.crop(Image.new("L", (224, 224), 51)).getpixel((7, 7)) == (51, 51, 51)
 
 
-def test_a_squash_keeps_the_whole_picture():
+def test_a_squash_keeps_the_whole_image():
     image = Image.new("RGB", (100, 50), "black")
     image.paste("white", (0, 0, 5, 50))
     use = Preprocess(40, 40, "nearest", HALF, HALF, squash=True)

@@ -78,7 +78,7 @@ def domains(folder):
     return f"folder:{folder / 'of'}"
 
 
-def test_a_new_domain_is_laid_in_as_it_passes(folder, monkeypatch):
+def test_a_new_domain_is_cached_while_it_is_served(folder, monkeypatch):
     data, read = fata.data.open(domains(folder)), []
     once = ImageFiles.read
     monkeypatch.setattr(ImageFiles, "read", lambda *args: read.append(args[1]) or once(*args))
@@ -100,7 +100,7 @@ def test_a_new_domain_is_laid_in_as_it_passes(folder, monkeypatch):
         assert len(read) == asked + 10
 
 
-def test_what_is_laid_in_is_not_decoded_ahead_as_well(folder):
+def test_what_is_being_cached_is_not_prefetched_as_well(folder):
     spec = domains(folder)
     cells = [
         Cell("mini_resnet_bn", spec, "normal", (domain,), 5, method, 0)
@@ -117,7 +117,7 @@ def test_what_is_laid_in_is_not_decoded_ahead_as_well(folder):
 
 
 @pytest.mark.parametrize("made", [True, False])
-def test_damaged_pictures_are_told_each_time(folder, made):
+def test_damaged_images_are_told_each_time(folder, made):
     (folder / "dog" / "2.png").write_bytes(b"none")
     data = fata.data.open(f"folder:{folder}" if made else domains(folder))
     stream = fata.stream(data, domains=["fog" if made else "a"], batch_size=3)
@@ -136,7 +136,7 @@ def test_what_does_not_fit_comes_live():
     assert not cache._entries
 
 
-def test_old_pictures_make_room():
+def test_old_images_make_room():
     data = fata.data.open("embedded")
     cache = ImageCache(2 * 50 * 3 * SIZE * SIZE * 4)
     for name in ("fog", "contrast", "snow"):
@@ -158,7 +158,7 @@ def test_what_is_decoded_ahead_does_not_hold_up_the_end():
     assert working[0].daemon
 
 
-def test_the_next_cells_pictures_are_decoded_ahead(folder):
+def test_the_next_cells_images_are_decoded_ahead(folder):
     for number, kind in enumerate(("cat", "dog")):
         (folder / kind).rename(folder / str(number))
     cells = [
@@ -174,7 +174,7 @@ def test_the_next_cells_pictures_are_decoded_ahead(folder):
     assert found == expected
 
 
-def test_a_worker_stays_with_the_pictures_it_has():
+def test_a_worker_stays_with_the_images_it_has():
     tasks = [
         Task(Cell("m", "d", "normal", (name,), 5, method, 0), f"{name} {method}", {"length": 10})
         for name in ("fog", "snow")

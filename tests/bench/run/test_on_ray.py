@@ -381,7 +381,7 @@ def test_so_many_cells_find_room_on_a_node(one, node, cells):
 # -- what is shared -----------------------------------------------------------------------------
 
 
-def test_decoded_pictures_are_those_of_the_files(tmp_path):
+def test_decoded_images_are_those_of_the_files(tmp_path):
     folder = pictures(tmp_path / "p", {(0, 2), (9, 3)})
     data = fata.data.open(f"folder:{folder}")
     source = data.of(data.domains[0])
@@ -395,7 +395,7 @@ def test_decoded_pictures_are_those_of_the_files(tmp_path):
             kept.read(index)
 
 
-def test_models_and_pictures_are_put_once_and_go_with_their_last_cell(
+def test_models_and_images_are_put_once_and_go_with_their_last_cell(
     tmp_path, cells, runner, connected, monkeypatch
 ):
     put = []
@@ -418,7 +418,7 @@ def test_models_and_pictures_are_put_once_and_go_with_their_last_cell(
     assert not shared._images
 
 
-def test_pictures_that_do_not_fit_are_left_to_who_meets_them(tmp_path, cells, runner, connected):
+def test_images_that_do_not_fit_are_left_to_who_meets_them(tmp_path, cells, runner, connected):
     tasks = missing(cells[4:], Store(tmp_path / "r.db"), runner, False)
     _, refs = SharedObjects(tasks, runner, capacity=40 * 3 * 32 * 32 - 1).inputs(tasks[0])
     assert all(isinstance(ray.get(ref), fata.data.dataset.ImageFiles) for ref in refs)

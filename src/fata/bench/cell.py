@@ -114,7 +114,7 @@ class Cell:
             "model": self.model,
             "weights": {"tag": loaded.weights.tag, "sha256": loaded.weights.sha256},
             "preprocess": dataclasses.asdict(loaded.preprocess),
-            "classes": loaded.classes,
+            "classes": len(dataset.mask or range(loaded.classes)),
             "data": {
                 **dataset.provenance,
                 "data": data_name(self.data),

@@ -17,7 +17,7 @@ def data(
         str, typer.Argument(help="embedded, or KIND:DIR: imagenet-c:DIR, folder:DIR, ...")
     ],
     download: Annotated[
-        bool, typer.Option("--download", help="Download CIFAR-10 if it is missing.")
+        bool, typer.Option("--download", help="Download CIFAR-10 or CIFAR-100 if it is missing.")
     ] = False,
     read: Annotated[bool, typer.Option("--check", help="Read every image.")] = False,
     skip_damaged: Annotated[
@@ -54,6 +54,9 @@ def data(
     images = sum(one.images for one in domain_sizes)
     say(f"{spec}: {KINDS[spec.partition(':')[0]]}")
     say(f"{len(dataset.classes):,} classes: {listed(dataset.classes, 10)}")
+    if dataset.mask:
+        every = len(dataset.model_classes)
+        say(f"mask: a model of {every:,} classes is restricted to the logits of these")
     console.print(table)
     if dataset.made:
         made, facts = {d.name for d in dataset.domains if d.severity}, dataset.provenance

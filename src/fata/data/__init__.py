@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from fata._text import near
-from fata.data import cifar, folders
+from fata.data import cifar, domains, folders, imagenet, tiny_imagenet
 from fata.data.dataset import CLEAN, Dataset, Domain
 from fata.data.errors import DataError
+from fata.data.folders import View
 from fata.data.serve import Samples
 from fata.data.streams import Stream, replay, stream
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -35,11 +37,24 @@ KINDS = {
     "embedded": "2,000 test images of CIFAR-10, in the package",
     "cifar10": "the python version's files, or PNG files of one image a row",
     "cifar10-c": "the released .npy files",
+    "cifar100": "the python version's files",
+    "cifar100-c": "the released .npy files",
     "imagenet": "validation images, one folder a synset",
     "imagenet-c": "the released layout, corruption/severity/synset",
+    "imagenet-r": "one folder a synset; 200 of the 1,000 classes",
+    "imagenet-a": "one folder a synset; 200 of the 1,000 classes",
+    "imagenet-v2": "one folder a class, named 0 to 999",
+    "imagenet-sketch": "one folder a synset",
+    "tiny-imagenet": "validation images of the 200 classes",
     "office-home": "Art, Clipart, Product, Real World; 65 classes",
+    "domainnet": "clipart, infograph, painting, quickdraw, real, sketch; 345 or 126 classes",
+    "visda-c": "train, validation, test; 12 classes",
+    "pacs": "art_painting, cartoon, photo, sketch; 7 classes",
     "folder": "one folder a class, or one folder a domain with one a class in it",
 }
+_MADE_HERE = ("embedded", "cifar10", "cifar100", "imagenet", "tiny-imagenet", "folder")
+_SMALL = ("embedded", "cifar10", "cifar10-c", "cifar100", "cifar100-c")  # 32 pixels
+_DOWNLOADS = {"cifar10": cifar.CIFAR10, "cifar100": cifar.CIFAR100}
 _EMBEDDED = Path(__file__).with_name("embedded")
 _USUAL = Preprocess(256, 224, "bilinear", IMAGENET_MEAN, IMAGENET_STD)
 
@@ -52,9 +67,10 @@ def open(
     Args:
         spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`.
         fit: the model to be tested on it; its preprocessing is applied, and its classes must be
-            those of the data. None: resize to 256, crop to 224.
+            those of the data, or include them if the data set has a mask. None: resize to 256,
+            crop to 224.
         jpeg: corruptions made on the fly are JPEG-compressed at quality 85, as the released ones.
-        download: download CIFAR-10 with torchvision if it is missing.
+        download: download CIFAR-10 or CIFAR-100 with torchvision if it is missing.
 
     Example:
         >>> import fata
@@ -76,47 +92,86 @@ def open(
         )
     if (kind == "embedded") == bool(where):
         raise DataError(f"{spec!r}: give {kind if kind == 'embedded' else f'{kind}:DIR'}.")
-    if jpeg and kind in ("imagenet-c", "cifar10-c", "office-home"):
+    if jpeg and kind not in _MADE_HERE:
         raise DataError(f"jpeg: the images of {kind} are used as they are on the disk.")
-    if download and kind != "cifar10":
+    if download and kind not in _DOWNLOADS:
         raise DataError(
             f"download: {kind} cannot be downloaded; docs/data.md says where to get it."
         )
     folder = Path(where).expanduser() if where else _EMBEDDED
     if download:
-        cifar.download(folder)
+        cifar.download(folder, _DOWNLOADS[kind])
     if not folder.is_dir():
         raise DataError(f"{spec!r}: there is no folder {str(folder)!r}.")
-    dataset = _OPENERS[kind](spec, folder, fit.preprocess if fit else _USUAL, jpeg)
-    if fit is not None:
-        _check(dataset, kind, fit)
-    return dataset
+    use, labels = (fit.preprocess, fit.labels) if fit else (_USUAL, ())
+    dataset = _OPENERS[kind](_Request(spec, kind, folder, use, jpeg, labels))
+    return dataset if fit is None else _fitted(dataset, kind, fit)
 
 
-_OPENERS: dict[str, Callable[[str, Path, Preprocess, bool], Dataset]] = {
-    "embedded": lambda spec, folder, _, jpeg: cifar.dataset(spec, folder, jpeg),
-    "cifar10": lambda spec, folder, _, jpeg: cifar.dataset(spec, folder, jpeg),
-    "cifar10-c": lambda spec, folder, *_: cifar.corrupted(spec, folder),
-    "imagenet": lambda spec, folder, use, jpeg: folders.imagenet(spec, folder, use.view, jpeg),
-    "imagenet-c": lambda spec, folder, use, _: folders.imagenet_c(spec, folder, use.crop),
-    "office-home": lambda spec, folder, use, _: folders.office_home(spec, folder, use.view),
-    "folder": lambda spec, folder, use, jpeg: folders.folder_of(spec, folder, use.view, jpeg),
+class _Request(NamedTuple):
+    """What is asked for."""
+
+    spec: str
+    kind: str
+    folder: Path
+    use: Preprocess
+    jpeg: bool
+    labels: tuple[str, ...]  # the model's names of its classes, if known
+
+    @property
+    def stored(self) -> tuple[str, Path, View]:
+        """For images that are used as they are on the disk."""
+        return self.spec, self.folder, self.use.view
+
+    @property
+    def made(self) -> tuple[str, Path, View, bool]:
+        """For corruptions that are made on the fly."""
+        return *self.stored, self.jpeg
+
+
+_OPENERS: dict[str, Callable[[_Request], Dataset]] = {
+    "embedded": lambda r: cifar.dataset(r.spec, r.folder, r.jpeg),
+    "cifar10": lambda r: cifar.dataset(r.spec, r.folder, r.jpeg),
+    "cifar10-c": lambda r: cifar.corrupted(r.spec, r.folder),
+    "cifar100": lambda r: cifar.dataset(r.spec, r.folder, r.jpeg, cifar.CIFAR100),
+    "cifar100-c": lambda r: cifar.corrupted(r.spec, r.folder, cifar.CIFAR100),
+    "imagenet": lambda r: imagenet.imagenet(*r.made),
+    "imagenet-c": lambda r: imagenet.imagenet_c(r.spec, r.folder, r.use.crop),
+    "imagenet-r": lambda r: imagenet.natural_shift(*r.stored, r.kind),
+    "imagenet-a": lambda r: imagenet.natural_shift(*r.stored, r.kind),
+    "imagenet-v2": lambda r: imagenet.imagenet_v2(*r.stored),
+    "imagenet-sketch": lambda r: imagenet.natural_shift(*r.stored, r.kind),
+    "tiny-imagenet": lambda r: tiny_imagenet.tiny_imagenet(*r.made, r.labels),
+    "office-home": lambda r: domains.office_home(*r.stored),
+    "domainnet": lambda r: domains.domainnet(*r.stored),
+    "visda-c": lambda r: domains.visda_c(*r.stored),
+    "pacs": lambda r: domains.pacs(*r.stored),
+    "folder": lambda r: folders.folder_of(*r.made, r.labels),
 }
 
 
-def _check(dataset: Dataset, kind: str, model: Loaded) -> None:
-    """Raise if the model has other classes than the data, or takes images of another size."""
-    have, want = len(dataset.classes), model.classes
-    numbered = all(name.isdecimal() for name in dataset.classes)  # some may be missing at the end
+def _fitted(dataset: Dataset, kind: str, model: Loaded) -> Dataset:
+    """The data set for a model; raises if that has other classes, or takes another size.
+
+    A mask is for models of all classes: one with the classes of the data alone needs none.
+    """
+    if dataset.mask and len(dataset.classes) == model.classes:
+        dataset = replace(dataset, model_classes=())
+    classes = dataset.model_classes or dataset.classes
+    have, want = len(classes), model.classes
+    numbered = kind == "folder" and all(name.isdecimal() for name in classes)  # may be fewer
     if have > want or (have < want and not numbered):
+        masked = f" (with a mask; {have} without)" if dataset.mask else ""
         raise DataError(
-            f"{dataset.spec} has {have} classes, but {model.name} has {want}: "
-            f"choose a model that was trained on these classes (fata train-source makes one)."
+            f"{dataset.spec} has {len(dataset.classes)} classes{masked}, but {model.name} has "
+            f"{want}: choose a model that was trained on these classes (fata train-source makes "
+            f"one)."
         )
-    if model.labels != dataset.classes and sorted(model.labels) == sorted(dataset.classes):
+    if model.labels != classes and sorted(model.labels) == sorted(classes):
         raise DataError(f"{model.name} has the classes of {dataset.spec} in another order.")
-    if kind in ("embedded", "cifar10", "cifar10-c") and model.preprocess.size != 32:
+    if kind in _SMALL and model.preprocess.size != 32:
         raise DataError(
             f"{dataset.spec} has images of 32 pixels, but {model.name} takes "
             f"{model.preprocess.size}."
         )
+    return dataset

@@ -1,10 +1,11 @@
-"""CIFAR-10 and CIFAR-10-C from the files in which they circulate."""
+"""CIFAR-10, CIFAR-100 and their corrupted versions from the files in which they circulate."""
 
 from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,48 +21,69 @@ from fata.data.errors import DataError
 CLASSES = (
     "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"
 )  # fmt: skip
-_PARTS = {
-    "train": [f"data_batch_{number}" for number in range(1, 6)],
-    "test": ["test_batch"],
-}
 
 
-def read(folder: Path, split: str = "test") -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Version:
+    """CIFAR-10 or CIFAR-100: how its files are named, and the labels in them."""
+
+    title: str
+    folder: str  # of the archive
+    parts: Mapping[str, Sequence[str]]  # files of each split
+    labels: str
+    classes: int
+
+
+CIFAR10 = Version(
+    "CIFAR-10",
+    "cifar-10-batches-py",
+    {"train": [f"data_batch_{number}" for number in range(1, 6)], "test": ["test_batch"]},
+    "labels",
+    10,
+)
+CIFAR100 = Version(
+    "CIFAR-100", "cifar-100-python", {"train": ["train"], "test": ["test"]}, "fine_labels", 100
+)
+
+
+def read(folder: Path, split: str = "test", version: Version = CIFAR10) -> tuple[Tensor, Tensor]:
     """Images (N, 3, 32, 32) as bytes, and labels.
 
     Reads the python pickles (`data_batch_1`, ..., also inside `cifar-10-batches-py`) or PNG files
     of one image a row (`data_batch_1.png`, ..., also inside `package`; labels in two JSON lists).
     """
-    files = _find(folder, split)
+    files, first = _find(folder, split, version), version.parts[split][0]
     if not files:
         raise DataError(
-            f"no CIFAR-10 in {folder}: expected the python version's files ({_PARTS[split][0]}, "
-            f"...) or PNG files ({_PARTS[split][0]}.png, ...), there or in cifar-10-batches-py/. "
-            f"download=True (--download) downloads the former."
+            f"no {version.title} in {folder}: expected the python version's files ({first}, ...) "
+            f"or PNG files ({first}.png, ...), there or in {version.folder}/. download=True "
+            f"(--download) downloads the former."
         )
     if missing := [file for file in files if not file.exists()]:
-        raise DataError(f"CIFAR-10 is not complete: {missing[0]} is missing.")
-    return _png_images(files, split) if files[0].suffix == ".png" else _pickles(files)
+        raise DataError(f"{version.title} is not complete: {missing[0]} is missing.")
+    if files[0].suffix == ".png":
+        return _png_images(files, split, version)
+    return _pickles(files, version)
 
 
-def _find(folder: Path, split: str) -> list[Path]:
+def _find(folder: Path, split: str, version: Version) -> list[Path]:
     """The files of a split where the first is there, or none."""
-    for inner in (folder, folder / "cifar-10-batches-py", folder / "package"):
+    for inner in (folder, folder / version.folder, folder / "package"):
         for suffix in ("", ".png"):
-            files = [inner / f"{part}{suffix}" for part in _PARTS[split]]
-            if files[0].exists():
+            files = [inner / f"{part}{suffix}" for part in version.parts[split]]
+            if files[0].is_file():
                 return files
     return []
 
 
-def _png_images(files: list[Path], split: str) -> tuple[Tensor, Tensor]:
+def _png_images(files: list[Path], split: str, version: Version) -> tuple[Tensor, Tensor]:
     lists = [files[0].with_name(f"{split}_{name}.json") for name in ("lables", "labels")]
     listed = next((file for file in lists if file.exists()), None)
     if listed is None:
         raise DataError(f"the labels of {files[0]} are missing: expected {lists[0]}.")
     images = torch.cat([_rows(file) for file in files])
     labels = _reading(listed, lambda: torch.tensor(json.loads(listed.read_text())))
-    return images, _checked(listed, labels, len(images))
+    return images, _checked(listed, labels, len(images), version)
 
 
 def _rows(file: Path) -> Tensor:
@@ -78,18 +100,26 @@ def _rows(file: Path) -> Tensor:
     return torch.from_numpy(rows.reshape(-1, 32, 32, 3)).permute(0, 3, 1, 2).contiguous()
 
 
-def _pickles(files: list[Path]) -> tuple[Tensor, Tensor]:
-    batches = [_reading(file, partial(_unpickled, file)) for file in files]
+def _pickles(files: list[Path], version: Version) -> tuple[Tensor, Tensor]:
+    batches = [_reading(file, partial(_batch, file, version)) for file in files]
     images, labels = zip(*batches, strict=True)
     return torch.cat(images), torch.cat(labels)
 
 
-def _unpickled(file: Path) -> tuple[Tensor, Tensor]:
-    with file.open("rb") as opened:
-        batch = _Unpickler(opened, encoding="bytes").load()
-    batch = {name.decode() if isinstance(name, bytes) else name: batch[name] for name in batch}
+def _batch(file: Path, version: Version) -> tuple[Tensor, Tensor]:
+    batch = _unpickled(file)
     images = torch.from_numpy(batch["data"].values.reshape(-1, 3, 32, 32))
-    return images, _checked(file, torch.tensor(batch["labels"]), len(images))
+    return images, _checked(file, torch.tensor(batch[version.labels]), len(images), version)
+
+
+def _unpickled(file: Path) -> dict[str, Any]:
+    with file.open("rb") as opened:
+        content = _Unpickler(opened, encoding="bytes").load()
+    return {_text(name): content[name] for name in content}
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name
 
 
 class _Unpickler(pickle.Unpickler):
@@ -140,22 +170,26 @@ def _encode(text: str, _: str) -> bytes:
 _STAND_INS = {"_reconstruct": _Array, "ndarray": _Array, "dtype": _Dtype, "_frombuffer": _array_of}
 
 
-def dataset(spec: str, folder: Path, jpeg: bool) -> Dataset:
+def dataset(spec: str, folder: Path, jpeg: bool, version: Version = CIFAR10) -> Dataset:
     """The test images; corruptions are made on the fly."""
-    source = ImageArrays(*read(folder))
-    return Dataset(spec, CLASSES, MADE, lambda _: source, made=True, jpeg=jpeg)
+    source, classes = ImageArrays(*read(folder, version=version)), CLASSES
+    if version is CIFAR100:
+        file = _find(folder, "test", version)[0].with_name("meta")
+        classes = _reading(file, lambda: tuple(map(_text, _unpickled(file)["fine_label_names"])))
+    return Dataset(spec, classes, MADE, lambda _: source, made=True, jpeg=jpeg)
 
 
-def corrupted(spec: str, folder: Path) -> Dataset:
+def corrupted(spec: str, folder: Path, version: Version = CIFAR10) -> Dataset:
     """CIFAR-10-C: one file for each corruption, five severities in it; some may be missing."""
     names = [name for name in BY_NAME if (folder / f"{name}.npy").exists()]
     known = folder / "labels.npy"
     if not names or not known.exists():
         raise DataError(
-            f"no CIFAR-10-C in {folder}: expected labels.npy and files such as gaussian_noise.npy."
+            f"no {version.title}-C in {folder}: expected labels.npy and files such as "
+            f"gaussian_noise.npy."
         )
     every = _reading(known, lambda: torch.from_numpy(np.load(known)))
-    labels = _checked(known, every, len(every))
+    labels = _checked(known, every, len(every), version)
     if len(labels) % 5:
         raise DataError(f"{known}: {len(labels)} labels are not as many for five severities.")
     domains = tuple(Domain(name, severity) for name in names for severity in SEVERITIES)
@@ -173,32 +207,36 @@ def corrupted(spec: str, folder: Path) -> Dataset:
         images = torch.from_numpy(np.array(every[part])).permute(0, 3, 1, 2).contiguous()
         return ImageArrays(images, labels[part])
 
-    return Dataset(spec, CLASSES, domains, source)
+    classes = CLASSES if version is CIFAR10 else tuple(map(str, range(version.classes)))
+    return Dataset(spec, classes, domains, source)
 
 
-def download(folder: Path) -> None:
-    """Download the python version with torchvision, unless CIFAR-10 is there."""
-    if all(_find(folder, split) for split in _PARTS):
+def download(folder: Path, version: Version = CIFAR10) -> None:
+    """Download the python version with torchvision, unless it is there."""
+    if all(_find(folder, split, version) for split in version.parts):
         return
     try:
-        from torchvision.datasets import CIFAR10
+        from torchvision import datasets
     except ModuleNotFoundError as error:
-        raise DataError("downloading CIFAR-10 needs torchvision: pip install fata[zoo]") from error
+        raise DataError(
+            f"downloading {version.title} needs torchvision: pip install fata[zoo]"
+        ) from error
+    get = datasets.CIFAR10 if version is CIFAR10 else datasets.CIFAR100
     try:
-        CIFAR10(str(folder), download=True)
+        get(str(folder), download=True)
     except Exception as error:  # whatever the network does
         raise DataError(
-            f"CIFAR-10 cannot be downloaded to {folder}: {error}. Put the files there yourself; "
-            f"docs/data.md lists them."
+            f"{version.title} cannot be downloaded to {folder}: {error}. Put the files there "
+            f"yourself; docs/data.md lists them."
         ) from error
 
 
-def _checked(file: Path, labels: Tensor, images: int) -> Tensor:
+def _checked(file: Path, labels: Tensor, images: int, version: Version) -> Tensor:
     """The labels of a file, validated."""
     if labels.shape != (images,) or labels.is_floating_point():
         raise DataError(f"{file}: expected {images:,} labels, one an image, all whole numbers.")
-    if images == 0 or labels.min() < 0 or labels.max() >= len(CLASSES):
-        raise DataError(f"{file}: expected labels from 0 to {len(CLASSES) - 1}.")
+    if images == 0 or labels.min() < 0 or labels.max() >= version.classes:
+        raise DataError(f"{file}: expected labels from 0 to {version.classes - 1}.")
     return labels.long()
 
 

@@ -8,15 +8,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fata._text import listed, near
 from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
+from fata.network.outputs import restrict
 from fata.zoo.preprocess import as_rgb
 
 if TYPE_CHECKING:
@@ -71,7 +73,7 @@ class ImageArrays:
     @cached_property
     def digest(self) -> str:
         """Of pixels and labels."""
-        return _digest(self.images.contiguous().numpy().data, self.labels.numpy().data)
+        return digest_of(self.images.contiguous().numpy().data, self.labels.numpy().data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +87,7 @@ class ImageFiles:
 
     def read(self, index: int) -> Tensor:
         """One image, (3, H, W), bytes."""
-        from PIL import Image
-
-        with Image.open(self.folder / self.paths[index]) as image:
-            pixels = np.asarray(self.view(_rgb(image)))
-        return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # in order: quick to batch
+        return pixels_of(self.folder / self.paths[index], self.view)
 
     def name(self, index: int) -> str:
         """Its path."""
@@ -99,7 +97,7 @@ class ImageFiles:
     def digest(self) -> str:
         """Of names, sizes and labels: reading every image would take too long."""
         sizes = (f"{path} {_size(f'{self.folder}/{path}')}" for path in self.paths)
-        return _digest(os.fsencode("\n".join(sizes)), self.labels.numpy().data)
+        return digest_of(os.fsencode("\n".join(sizes)), self.labels.numpy().data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,7 +110,23 @@ class Dataset:
     source: Callable[[Domain], ImageSource]
     made: bool = False  # corruptions are made here
     jpeg: bool = False  # ... and go through JPEG, as the released files did
+    model_classes: tuple[str, ...] = ()  # of the models it is for, if these have more classes
     _opened: dict[Domain, ImageSource] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def mask(self) -> tuple[int, ...] | None:
+        """Which of a model's logits belong to the classes, in their order; None: all."""
+        if not self.model_classes:
+            return None
+        places = {name: place for place, name in enumerate(self.model_classes)}
+        return tuple(places[name] for name in self.classes)
+
+    def restrict(self, model: nn.Module) -> RemovableHandle | None:
+        """From now on the model gives the logits of the mask alone; without a mask, all of them.
+
+        `remove()` on what is returned undoes it.
+        """
+        return restrict(model, self.mask) if self.mask else None
 
     def of(self, domain: Domain) -> ImageSource:
         """The images of a domain, before any corruption made on the fly."""
@@ -152,7 +166,7 @@ class Dataset:
         digests = {str(domain): self.of(domain).digest for domain in domains}
         if self.made:
             return self.of(Domain(CLEAN)).digest
-        return _digest("\n".join(map(" ".join, digests.items())).encode())
+        return digest_of("\n".join(map(" ".join, digests.items())).encode())
 
     @property
     def provenance(self) -> dict[str, str]:
@@ -161,6 +175,9 @@ class Dataset:
         if self.made:
             facts["corruptions"] = f"made, {'through JPEG 85' if self.jpeg else 'no JPEG'}"
             facts["frost"] = weather.frost_source()
+        if self.mask:
+            content = digest_of(" ".join(map(str, self.mask)).encode())
+            facts["mask"] = f"{len(self.mask)} of {len(self.model_classes)} classes, {content}"
         return facts
 
     def _unknown(self, domain: Domain) -> str:
@@ -184,7 +201,17 @@ def data_name(spec: str) -> str:
 MADE = (Domain(CLEAN), *(Domain(name, severity) for name in BY_NAME for severity in SEVERITIES))
 
 
-def _digest(*parts: bytes | memoryview) -> str:
+def pixels_of(file: Path | BinaryIO, view: Callable[[Image.Image], Image.Image]) -> Tensor:
+    """An encoded image as the model takes it, (3, H, W), bytes."""
+    from PIL import Image
+
+    with Image.open(file) as image:
+        pixels = np.asarray(view(_rgb(image)))
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # in order: quick to batch
+
+
+def digest_of(*parts: bytes | memoryview) -> str:
+    """Equal for equal bytes."""
     whole = b"".join(hashlib.sha256(part).digest() for part in parts)
     return hashlib.sha256(whole).hexdigest()[:16]
 

@@ -1,18 +1,16 @@
-"""Data sets that are folders of images."""
+"""Folders of images: one folder a class, or one folder a domain with those in it."""
 
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from fata._text import listed
-from fata.corruptions import BY_NAME, SEVERITIES
-from fata.data.dataset import MADE, Dataset, Domain, ImageFiles, ImageSource
+from fata.data.dataset import MADE, Dataset, Domain, ImageFiles
 from fata.data.errors import DataError
 
 if TYPE_CHECKING:
@@ -21,80 +19,23 @@ if TYPE_CHECKING:
 View = Callable[["Image.Image"], "Image.Image"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".pgm", ".ppm", ".tif", ".tiff")
-OFFICE_HOME = {
-    "art": "Art",
-    "clipart": "Clipart",
-    "product": "Product",
-    "realworld": "Real World",
-    "real": "Real World",
-}
 _MOST_CLASSES = 100_000
 
 
-def imagenet(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
-    """Validation images in a folder a synset; corruptions are made on the fly."""
-    place = folder / "val" if (folder / "val").is_dir() else folder
-    synsets = _synsets()
-    source = _files(place, _synset_folders(place, synsets), view)
-    return Dataset(spec, tuple(synsets), MADE, lambda _: source, made=True, jpeg=jpeg)
+def folder_of(
+    spec: str, folder: Path, view: View, jpeg: bool, known: Sequence[str] = ()
+) -> Dataset:
+    """One folder a class, corrupted on the fly; or one folder a domain with those in it.
 
-
-def imagenet_c(spec: str, folder: Path, view: View) -> Dataset:
-    """The released layout, `corruption/severity/synset/image`; parts may be missing."""
-    synsets = _synsets()
-    places = {
-        Domain(corruption.name, int(severity.name)): severity
-        for parent in (folder, *_folders(folder))  # as unpacked, or below noise/, blur/, ...
-        for corruption in _folders(parent)
-        if corruption.name in BY_NAME
-        for severity in _folders(corruption)
-        if severity.name in map(str, SEVERITIES)
-    }
-    if not places:
-        raise DataError(
-            f"no ImageNet-C in {folder}: expected folders such as gaussian_noise/5/n01440764/, "
-            f"found {_found(folder)}."
-        )
-    order = list(BY_NAME)
-    domains = sorted(places, key=lambda domain: (order.index(domain.name), domain.severity))
-
-    def source(domain: Domain) -> ImageSource:
-        place = places[domain]
-        return _files(place, _synset_folders(place, synsets), view)
-
-    return Dataset(spec, tuple(synsets), tuple(domains), source)
-
-
-def office_home(spec: str, folder: Path, view: View) -> Dataset:
-    """Four domains of 65 classes, under any of the spellings that circulate."""
-    place = max((folder, *_folders(folder)), key=lambda place: len(_office_home(place)))
-    domains = _office_home(place)
-    names = dict.fromkeys(OFFICE_HOME.values())
-    if missing := [name for name in names if name not in domains]:
-        raise DataError(
-            f"Office-Home in {place}: no folder for {listed(missing)} (spellings such as "
-            f"'Real World', 'Real_World', 'RealWorld' are all right); found {_found(place)}."
-        )
-    dataset = _with_domains(spec, {name: domains[name] for name in names}, view)
-    if len(dataset.classes) != 65:
-        raise DataError(f"Office-Home has 65 classes; {place} has {len(dataset.classes)}.")
-    return dataset
-
-
-def _office_home(place: Path) -> dict[str, Path]:
-    spelled = {re.sub("[^a-z]", "", inner.name.lower()): inner for inner in _folders(place)}
-    return {OFFICE_HOME[key]: inner for key, inner in spelled.items() if key in OFFICE_HOME}
-
-
-def folder_of(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
-    """One folder a class, corrupted on the fly; or one folder a domain with those in it."""
-    inner = _folders(folder)
+    Classes are numbered as in `known`, those of the model, if the folders are a part of them.
+    """
+    inner = folders_in(folder)
     if not inner:
         raise DataError(f"{folder} has no folders: expected one a class, or one a domain.")
-    domains = [one for one in inner if _folders(one) and not _image_names(one)]
+    domains = [one for one in inner if folders_in(one) and not _image_names(one)]
     if not domains:
-        classes, labels = _numbered(folder, [one.name for one in inner])
-        source = _files(folder, labels, view)
+        classes, labels = _numbered(folder, [one.name for one in inner], known)
+        source = image_files(folder, labels, view)
         return Dataset(spec, classes, MADE, lambda _: source, made=True, jpeg=jpeg)
     if other := [one for one in inner if one not in domains]:
         raise DataError(
@@ -103,30 +44,39 @@ def folder_of(spec: str, folder: Path, view: View, jpeg: bool) -> Dataset:
         )
     if jpeg:
         raise DataError(f"jpeg: the domains of {folder} are taken as they are on the disk.")
-    return _with_domains(spec, {domain.name: domain for domain in domains}, view)
+    return domain_folders(spec, {domain.name: domain for domain in domains}, view, known)
 
 
-def _with_domains(spec: str, domains: Mapping[str, Path], view: View) -> Dataset:
-    names = {domain: {one.name for one in _folders(place)} for domain, place in domains.items()}
+def domain_folders(
+    spec: str, domains: Mapping[str, Path], view: View, known: Sequence[str] = ()
+) -> Dataset:
+    """One folder a class in each domain; a domain may lack some of the classes."""
+    names = {domain: {one.name for one in folders_in(place)} for domain, place in domains.items()}
     every = set().union(*names.values())
-    for domain, there in names.items():
-        if gone := sorted(every - there):
-            raise DataError(
-                f"{domains[domain]} has no folder for the class{'es' if len(gone) > 1 else ''} "
-                f"{listed(gone, 6)}, which other domains have."
-            )
-    classes, labels = _numbered(next(iter(domains.values())), every)
-    return Dataset(
-        spec,
-        classes,
-        tuple(Domain(name) for name in domains),
-        lambda domain: _files(domains[domain.name], labels, view),
-    )
+    classes, labels = _numbered(next(iter(domains.values())), every, known)
+
+    def source(domain: Domain) -> ImageFiles:
+        place, there = domains[domain.name], names[domain.name]
+        with_images = {
+            name: label
+            for name, label in labels.items()
+            if name in there and _image_names(place / name)
+        }
+        if not with_images:
+            raise DataError(f"{place} has no image in any of its folders.")
+        return image_files(place, with_images, view)
+
+    return Dataset(spec, classes, tuple(Domain(name) for name in domains), source)
 
 
-def _numbered(folder: Path, names: Iterable[str]) -> tuple[tuple[str, ...], dict[str, int]]:
+def _numbered(
+    folder: Path, names: Iterable[str], known: Sequence[str]
+) -> tuple[tuple[str, ...], dict[str, int]]:
     """Classes and the label of each: in alphabetical order, unless their names are numbers."""
     names = sorted(names)
+    if set(names) < set(known):
+        places = {name: label for label, name in enumerate(known)}
+        return tuple(known), {name: places[name] for name in names}
     if not all(name.isdecimal() for name in names):
         return tuple(names), {name: label for label, name in enumerate(names)}
     labels = {name: int(name) for name in names}
@@ -139,7 +89,8 @@ def _numbered(folder: Path, names: Iterable[str]) -> tuple[tuple[str, ...], dict
     return tuple(str(label) for label in range(labels[highest] + 1)), labels
 
 
-def _files(folder: Path, labels: Mapping[str, int], view: View) -> ImageFiles:
+def image_files(folder: Path, labels: Mapping[str, int], view: View) -> ImageFiles:
+    """The images of the folders of classes, which all must have some."""
     paths: list[str] = []
     numbers: list[int] = []
     for name, label in labels.items():
@@ -155,50 +106,47 @@ def _files(folder: Path, labels: Mapping[str, int], view: View) -> ImageFiles:
 
 def ignored_files(source: ImageFiles) -> Iterator[str]:
     """Files and folders that are not read, apart from hidden ones."""
-    used = set(source.paths)
-    classes = {path.partition("/")[0] for path in used}
-    for name, _ in _listing(source.folder):
-        if name not in classes:
-            yield str(source.folder / name)
-            continue
-        for inner, _ in _listing(source.folder / name):
-            if f"{name}/{inner}" not in used:
-                yield str(source.folder / name / inner)
+    inside = {path.rpartition("/")[0] for path in source.paths}
+    used = {*source.paths, *inside, *(str(outer) for one in inside for outer in Path(one).parents)}
+
+    def walk(prefix: str) -> Iterator[str]:
+        for name, is_folder in _listing(source.folder / prefix):
+            path = f"{prefix}{name}"
+            if path not in used:
+                yield str(source.folder / path)
+            elif is_folder:
+                yield from walk(f"{path}/")
+
+    return walk("")
 
 
-def _synset_folders(folder: Path, synsets: Mapping[str, int]) -> dict[str, int]:
-    names = [inner.name for inner in _folders(folder)]
-    labels = {name: synsets[name] for name in names if name in synsets}
-    if not labels:
-        raise DataError(
-            f"no ImageNet images in {folder}: expected a folder a synset, such as n01440764/; "
-            f"found {_found(folder)}. Validation images in one folder must be sorted "
-            f"into those first."
-        )
-    return labels
+def listed_files(file: Path) -> list[tuple[str, int]]:
+    """Paths and labels of a text file with lines such as `dog/0001.jpg 5`."""
+    found = []
+    for number, line in enumerate(file.read_text().splitlines(), 1):
+        path, _, label = line.rpartition(" ")
+        if path and label.isdecimal():
+            found.append((path, int(label)))
+        elif line.strip():
+            raise DataError(f"{file}, line {number}: expected a path and a label, got {line!r}.")
+    if not found:
+        raise DataError(f"{file} lists no image: expected lines such as 'dog/0001.jpg 5'.")
+    return found
 
 
-def _synsets() -> dict[str, int]:
-    try:
-        from timm.data.imagenet_info import ImageNetInfo
-    except ModuleNotFoundError as error:
-        raise DataError("the classes of ImageNet need timm: pip install fata[zoo]") from error
-
-    names = ImageNetInfo("imagenet-1k").label_names()  # type: ignore[no-untyped-call]
-    return {name: label for label, name in enumerate(names)}
-
-
-def _folders(folder: Path) -> list[Path]:
+def folders_in(folder: Path) -> list[Path]:
+    """The folders in a folder, in order."""
     return [folder / name for name, is_folder in _listing(folder) if is_folder]
+
+
+def found_in(folder: Path) -> str:
+    """What a folder holds, for an error."""
+    return listed((name for name, _ in _listing(folder)), 6) or "nothing"
 
 
 def _image_names(folder: Path) -> list[str]:
     names = (name for name, is_folder in _listing(folder) if not is_folder)
     return [name for name in names if name.lower().endswith(SUFFIXES)]
-
-
-def _found(folder: Path) -> str:
-    return listed((name for name, _ in _listing(folder)), 6) or "nothing"
 
 
 def _listing(folder: Path) -> list[tuple[str, bool]]:

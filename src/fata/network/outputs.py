@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 
 def logits_of(output: Any, rows: int) -> Tensor:
@@ -32,3 +33,25 @@ def logits_of(output: Any, rows: int) -> Tensor:
             f"two. A single sigmoid output can be given as two logits, (0, o)."
         )
     return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def restrict(model: nn.Module, classes: Sequence[int]) -> RemovableHandle:
+    """From now on the model gives the logits of these classes alone, in this order.
+
+    Its modules and parameters keep their names. `remove()` on what is returned undoes it.
+    """
+    return model.register_forward_hook(_Columns(classes))
+
+
+class _Columns:
+    """A forward hook that keeps some columns of the logits."""
+
+    def __init__(self, classes: Sequence[int]) -> None:
+        self._classes, self._index = list(classes), torch.empty(0)
+
+    def __call__(self, model: nn.Module, given: tuple[Tensor, ...], output: Any) -> Tensor:
+        logits = logits_of(output, len(given[0]))
+        if self._index.is_floating_point() or self._index.device != logits.device:
+            with torch.inference_mode(False):  # once: a copy in every pass would wait
+                self._index = torch.tensor(self._classes, device=logits.device)
+        return logits.index_select(1, self._index)

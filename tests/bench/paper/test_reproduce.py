@@ -28,7 +28,7 @@ from fata.commands import console
 from fata.commands.app import app
 from fata.commands.show_side_by_side import show
 from fata.corruptions import NAMES as CORRUPTIONS
-from fata.data.folders import OFFICE_HOME
+from fata.data.domains import OFFICE_HOME
 from fata.training.outputs import file_name
 from fata.zoo import ZooError, mini, sources
 

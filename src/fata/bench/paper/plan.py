@@ -15,7 +15,7 @@ from fata.bench.grid import Grid, GridError
 from fata.bench.paper.experiments import Experiment, experiments
 from fata.corruptions import NAMES
 from fata.data import open as open_data
-from fata.data.folders import OFFICE_HOME
+from fata.data.domains import OFFICE_HOME
 
 CORRUPTIONS = NAMES
 DOMAINS = tuple(dict.fromkeys(OFFICE_HOME.values()))

@@ -74,7 +74,7 @@ def measure(
     counts = adapter.counts
     times = clock.read()
     return {
-        **summary(rows, loaded.classes, tuple(counts["selected"]), ends),
+        **summary(rows, logits.shape[1], tuple(counts["selected"]), ends),
         "domains": _by_domain(rows, domains),
         "damaged": len(damaged),
         "counts": counts,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
 from fata import zoo
 from fata.adapter import Adapter
@@ -53,7 +54,7 @@ class CellRunner:
     group: ProcessGroup | None = None
     _models: dict[str, Loaded] = field(default_factory=dict, init=False, repr=False)
     _data: dict[tuple[Any, ...], Dataset] = field(default_factory=dict, init=False, repr=False)
-    _fishers: dict[tuple[str, ...], dict[str, Tensor]] = field(
+    _fishers: dict[tuple[Any, ...], dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )
     _macs: dict[tuple[Any, ...], tuple[Macs, Macs]] = field(
@@ -62,6 +63,7 @@ class CellRunner:
     _cache: ImageCache | None = field(default=None, init=False, repr=False)
     _prefetched: tuple[Cell, Future[Decoded]] | None = field(default=None, init=False, repr=False)
     _last: tuple[tuple[Any, ...], Adapter] | None = field(default=None, init=False, repr=False)
+    _restriction: RemovableHandle | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """On a GPU matrix products are in TF32, as convolutions are by default."""
@@ -90,7 +92,7 @@ class CellRunner:
     def data(self, spec: str, model: str) -> Dataset:
         """A data set with a model's preprocessing; models with the same one share it."""
         loaded = self.model(model)
-        at = (spec, loaded.preprocess, loaded.classes)
+        at = (spec, loaded.preprocess, loaded.classes, loaded.labels)
         if at not in self._data:
             jpeg = self.jpeg and open(spec).made
             self._data[at] = open(spec, fit=loaded, jpeg=jpeg)
@@ -144,10 +146,11 @@ class CellRunner:
     def _adapter(self, cell: Cell, loaded: Loaded) -> Adapter:
         """A new one; a fast cell takes the last one if it has the same settings: it is compiled."""
         settings = repr(sorted(cell.settings(loaded).items()))
-        clean = self.clean(cell)
-        at = (cell.model, cell.method, settings, cell.guard, clean and clean.spec)
+        clean, data = self.clean(cell), self.data(cell.data, cell.model)
+        at = (cell.model, cell.method, settings, cell.guard, clean and clean.spec, data.mask)
         if self._last is None or self._last[0] != at or cell.speed == "exact":
             self._unwrap()
+            self._restriction = data.restrict(loaded.model)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # no Fisher: that is in the protocol
                 made = cell.adapter(loaded, self._information(cell), self.group)
@@ -157,10 +160,13 @@ class CellRunner:
         return adapter
 
     def _unwrap(self) -> None:
-        """Remove the adapter from the model."""
+        """Remove the adapter and the mask from the model."""
         if self._last is not None:
             self._last[1].unwrap()
             self._last = None
+        if self._restriction is not None:
+            self._restriction.remove()
+            self._restriction = None
 
     def _begin(self, cell: Cell, stream: Stream, prefetch: bool = False) -> Callable[[], Decoded]:
         if self._cache is None:
@@ -192,12 +198,13 @@ class CellRunner:
         return None
 
     def _information(self, cell: Cell) -> dict[str, Tensor] | None:
-        """EATA's Fisher information of the adapted parameters, computed once."""
+        """EATA's Fisher information of the adapted parameters, computed once for each mask."""
         clean = self.clean(cell)
         if clean is None:
             return None
         loaded = self.model(cell.model)
-        at = (cell.model, clean.spec, repr(cell.settings(loaded).get("params")))
+        mask = self.data(cell.data, cell.model).mask
+        at = (cell.model, clean.spec, repr(cell.settings(loaded).get("params")), mask)
         if at not in self._fishers:
             some = stream(clean, domains=[CLEAN], images=FISHER_IMAGES)
             batches = (loaded.preprocess.normalise(b.images) for b in some.serve(self.device))

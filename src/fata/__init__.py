@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fata.methods.fata import Fata
     from fata.methods.selection import Selection
     from fata.network.structure import layers
+    from fata.window import Window
 
 __version__ = "0.1.0"
 
@@ -37,6 +38,7 @@ __all__ = [
     "Source",
     "StateError",
     "Tent",
+    "Window",
     "adapt",
     "corrupt",
     "corruptions",
@@ -60,6 +62,7 @@ _FROM = {
     "methods.selection": ("Selection",),
     "network.structure": ("layers",),
     "engine.checkpoint": ("StateError",),
+    "window": ("Window",),
 }
 _PLACES = {name: module for module, names in _FROM.items() for name in names}
 

@@ -37,13 +37,13 @@ class Window:
     def __call__(self, images: Tensor) -> Tensor:
         """Logits of these images, the last rows of a batch with those before them."""
         before = images[:0] if self.images is None else self.images
-        if before.shape[1:] != images.shape[1:]:
+        if _kind(before) != _kind(images):
             raise ValueError(
-                f"images of shape {tuple(images.shape)} after {len(before)} of shape "
-                f"{tuple(before.shape[1:])}: a window has images of one shape; reset() empties it."
+                f"images of {_kind(images)} after images of {_kind(before)}: all images of a "
+                f"window must be alike; reset() empties it."
             )
         batch = torch.cat((before[max(0, len(before) + len(images) - self.size) :], images))
-        logits = self.adapter(batch)[len(batch) - len(images) :]
+        logits: Tensor = self.adapter(batch)[len(batch) - len(images) :]
         self.images = batch if len(batch) <= self.size else batch[-self.size :].clone()
         return logits
 
@@ -51,3 +51,7 @@ class Window:
         """Empty the window, and restore the source model as `adapter.reset` does."""
         self.images = None
         self.adapter.reset(seed)
+
+
+def _kind(images: Tensor) -> str:
+    return f"shape {tuple(images.shape[1:])}, {images.dtype}, on {images.device}"

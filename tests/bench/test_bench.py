@@ -157,6 +157,7 @@ def test_fields_and_options_are_read_off_the_names():
         ({"scenarios": ("normla",)}, "Did you mean 'normal'"),
         ({"methods": ("tent:lr=-1",)}, "positive number"),
         ({"seeds": 0}, "at least 1"),
+        ({"window": 0}, "window=0: must be at least 1"),
         ({"methods": ()}, "methods: give at least one"),
         ({"methods": ("tent", "tent")}, "methods: .* each once"),
         ({"methods": ("nowhere:Mine:lr=1",)}, "No module named 'nowhere'"),
@@ -224,11 +225,13 @@ def test_a_cells_key_is_its_protocols(runner):
             {"scenario": "bs1"},
             {"fields": {"lr": 0.1}},
             {"method": "tent+fata"},
+            {"window": 8},
         )
     ]
     keys = [key(runner.protocol(one)) for one in (cell, *others)]
     assert len(set(keys)) == len(keys)
     assert key(CellRunner().protocol(cell)) == keys[0]
+    assert "window" not in runner.protocol(cell)  # keys of older cells stay
 
 
 def test_a_protocol_names_the_settings_that_the_model_brings(runner):
@@ -264,6 +267,22 @@ def test_a_cells_accuracy_is_that_of_the_plain_loop(runner):
     assert result["accuracy"] == pytest.approx(100 * torch.cat(right).float().mean().item())
     assert result["counts"] == adapter.counts
     assert result["rows"] == 48
+
+
+def test_a_cell_with_a_window_learns_from_the_latest_images(runner):
+    cell = Cell(
+        "mini_resnet_bn", "embedded", "bs1", ("fog",), 5, "tent+fata", 3, images=12, window=4
+    )
+    result = runner.run(cell, lambda *_: None)
+    loaded = fata.zoo.load("mini_resnet_bn")
+    stream = fata.stream(fata.data.open("embedded"), "bs1", domains=["fog"], images=12, seed=3)
+    settings = loaded.settings("tent+fata", batch=4)
+    window = fata.Window(fata.adapt(loaded.model, "tent+fata", guard=None, seed=3, **settings), 4)
+    right = [(window(loaded.preprocess(b.images)).argmax(1) == b.labels) for b in stream]
+    assert result["accuracy"] == pytest.approx(100 * torch.cat(right).float().mean().item())
+    assert result["counts"] == window.adapter.counts
+    assert result["rows"] == 12
+    assert "window=4" in str(cell)
 
 
 # -- summaries ----------------------------------------------------------------------------------
@@ -575,10 +594,13 @@ def test_the_command_runs_shows_and_resumes(tmp_path):
     assert "2 cells, 0 of them" in first.output
     assert "norm" in first.output
     assert "2 cells, 2 of them" in bench(*arguments).output
+    windowed = bench(*arguments, "--scenario", "bs1", "--window", 3, "--images", 6)
+    assert "2 cells, 0 of them" in windowed.output
+    assert {r.protocol.get("window") for r in Store(tmp_path / "r.db")} == {None, 3}
     dry = bench(*arguments, "--dry-run", "--seeds", 2).output
     assert dry.count("#1") == 2
     assert "about 0:00:" in dry
-    assert len(Store(tmp_path / "r.db")) == 2
+    assert len(Store(tmp_path / "r.db")) == 4
 
 
 @pytest.mark.parametrize(

@@ -515,9 +515,6 @@ def test_wrong_folders(tmp_path):
     refused(
         tmp_path / "both" / "domain", tmp_path / "both" / "a", spec=f"folder:{tmp_path / 'both'}"
     )
-    classes(tmp_path / "two" / "x", "a", "b")
-    classes(tmp_path / "two" / "y", "a")
-    refused(tmp_path / "two" / "y", "the class 'b'", spec=f"folder:{tmp_path / 'two'}")
 
 
 def test_a_folder_that_cannot_be_listed_is_named(tmp_path):

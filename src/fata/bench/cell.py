@@ -48,6 +48,7 @@ class Cell:
         options: of the scenario.
         speed: `exact` or `fast`.
         guard: whether the guard is on.
+        window: images of a sliding window that is learned from; None: each batch as it comes.
     """
 
     model: str
@@ -63,17 +64,19 @@ class Cell:
     options: Mapping[str, Any] = field(default_factory=dict)
     speed: str = "exact"
     guard: bool = False
+    window: int | None = None
 
     def __str__(self) -> str:
         where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} domains"
         grade = f"-{self.severity}" if self.domains[0] in BY_NAME else ""
         more = "".join(f":{name}={value}" for name, value in self.fields.items())
+        more += f" window={self.window}" if self.window else ""
         more += " guarded" if self.guard else ""
         return f"{self.model} {self.scenario} {where}{grade} {self.method}{more} #{self.seed}"
 
     def settings(self, loaded: Loaded) -> dict[str, Any]:
         """Fields of the method and the learning rate: the model's own, overridden by the cell's."""
-        batch = self.batch_size or default_batch(self.scenario)
+        batch = max(self.batch_size or default_batch(self.scenario), self.window or 1)
         return {**loaded.settings(self.method, batch), **self.fields}
 
     def stream(self, dataset: Dataset) -> Stream:
@@ -124,6 +127,7 @@ class Cell:
             "domains": [str(domain) for domain in order.domains],
             "severity": self.severity,
             "batch_size": order.batch_size,
+            **({"window": self.window} if self.window else {}),
             "length": order.images,
             "images": self.images,
             "seed": self.seed,

@@ -44,6 +44,7 @@ class Grid:
         fisher: data with clean images for EATA; None: those of `data`, if it has them.
         speed: `exact` or `fast`.
         guard: whether every method runs with a guard.
+        window: images of a sliding window that is learned from; None: each batch as it comes.
     """
 
     models: tuple[str, ...]
@@ -59,11 +60,14 @@ class Grid:
     fisher: str | None = None
     speed: str = "exact"
     guard: bool = False
+    window: int | None = None
 
     def cells(self, opened: Callable[[str], Dataset]) -> Iterator[Cell]:
         """Every cell; those of one model and domain follow each other, and those of one method."""
         if self.seeds < 1:
             raise GridError(f"seeds={self.seeds}: must be at least 1.")
+        if self.window is not None and self.window < 1:
+            raise GridError(f"window={self.window}: must be at least 1 image.")
         for name in ("models", "data", "methods", "scenarios", "severities"):
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):
@@ -82,6 +86,7 @@ class Grid:
                     yield Cell(
                         model, data, scenario, domains, severity, method, seed,
                         self.batch_size, self.images, fields, options, self.speed, self.guard,
+                        self.window,
                     )  # fmt: skip
 
 

@@ -75,6 +75,10 @@ def bench(
     guard: Annotated[
         bool | None, typer.Option("--guard", help="Run with the guard against collapse.")
     ] = None,
+    window: Annotated[
+        int | None,
+        typer.Option(min=1, help="Learn from the latest N images, and predict the newest alone."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A grid in YAML or TOML; options override it.")
     ] = None,
@@ -142,6 +146,7 @@ def bench(
         "fisher": fisher,
         "speed": speed,
         "guard": guard,
+        "window": window,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     with backend(on, address, gpus_per_cell, device, jobs, dry_run) as (own_device, run_tasks):

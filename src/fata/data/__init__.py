@@ -161,7 +161,7 @@ def _fitted(dataset: Dataset, kind: str, model: Loaded) -> Dataset:
     have, want = len(classes), model.classes
     numbered = kind == "folder" and all(name.isdecimal() for name in classes)  # may be fewer
     if have > want or (have < want and not numbered):
-        masked = f" (with a mask; {have} without)" if dataset.mask else ""
+        masked = f" ({have} before the mask)" if dataset.mask else ""
         raise DataError(
             f"{dataset.spec} has {len(dataset.classes)} classes{masked}, but {model.name} has "
             f"{want}: choose a model that was trained on these classes (fata train-source makes "

@@ -203,6 +203,7 @@ def _host_settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
         "lr": protocol["lr"],
         "params": protocol.get("params"),
         "batch_size": protocol["batch_size"],
+        "window": protocol.get("window"),
         "speed": protocol.get("speed", "exact"),
         "guard": bool(protocol.get("guard")),
         "fisher": protocol.get("fisher"),

@@ -75,7 +75,7 @@ def estimate(tasks: Sequence[Task], store: Store, runner: CellRunner) -> Estimat
     for task in tasks:
         at = (task.cell.model, task.cell.method)
         if at not in speeds:
-            rows = 2 * task.protocol["batch_size"]
+            rows = 2 * task.protocol["batch_size"] + (task.cell.window or 0)
             two = replace(task.cell, scenario="normal", options={}, images=rows)
             result = runner.run(replace(two, domains=two.domains[:1]), lambda *_: None)
             speeds[at] = (result["images_per_second"], result["peak_memory"])

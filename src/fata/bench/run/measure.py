@@ -20,6 +20,7 @@ from fata.bench.cost import Macs, effective
 from fata.bench.summary import Rows, summary
 from fata.data import Samples, Stream
 from fata.methods.losses import entropy
+from fata.window import Window
 from fata.zoo import Loaded
 
 Tick = Callable[[int, float], None]  # images seen, accuracy so far
@@ -33,11 +34,14 @@ def measure(
     device: torch.device,
     macs: tuple[Macs, Macs],
     tick: Tick,
+    window: Window | None = None,
 ) -> dict[str, Any]:
     """Run a stream through an adapter; returns what the store keeps.
 
-    `macs` are those of a pass over the network and over the tail: see `cost.passes`.
+    With a `window`, that is learned from, and a batch is its newest part. `macs` are those of a
+    pass over the network and over the tail: see `cost.passes`.
     """
+    predict = window or adapter
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     parts: list[list[Tensor]] = []
@@ -55,7 +59,7 @@ def measure(
         part = group.share(len(batch.images))
         images = loaded.preprocess.normalise(batch.images[part])
         clock.start()
-        logits = adapter(images)
+        logits = predict(images)
         clock.stop(adapter.compile_seconds)
         parts.append(_columns(logits, batch.labels[part], adapter.selected))
         right = right + parts[-1][0].eq(parts[-1][1]).sum()
@@ -137,7 +141,8 @@ def _columns(logits: Tensor, labels: Tensor, selected: dict[str, Tensor]) -> lis
     confidence, prediction = logits.softmax(1).max(1)
     prediction = torch.where(entropies.isfinite(), prediction, classes)
     none = torch.zeros_like(prediction, dtype=torch.bool)
-    host, plus, *_ = (*selected.values(), none, none)
+    newest = (rows[len(rows) - len(logits) :] for rows in selected.values())  # of a window
+    host, plus, *_ = (*newest, none, none)
     entropies = entropies.nan_to_num(math.log(classes))
     return [labels, prediction, confidence.nan_to_num(0), entropies, host, plus]
 

@@ -26,6 +26,7 @@ from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, st
 from fata.data.dataset import ImageFiles
 from fata.data.serve import Decoded
 from fata.guard.policy import log
+from fata.window import Window
 from fata.zoo import Loaded
 
 _WITH_PROTOCOL = re.compile(r"(?P<name>.+)@(?P<protocol>\w+)")
@@ -127,7 +128,8 @@ class CellRunner:
         log.setLevel(logging.ERROR)  # what the guard did is in the results
         try:
             batches = serve.batches(stream, decoded, device, self.skip_damaged)
-            return measure(adapter, loaded, stream, batches, device, macs, tick)
+            window = Window(adapter, cell.window) if cell.window else None
+            return measure(adapter, loaded, stream, batches, device, macs, tick, window)
         finally:
             log.setLevel(level)
             adapter.reset()

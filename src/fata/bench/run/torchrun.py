@@ -34,6 +34,8 @@ def join(device: str) -> tuple[dist.ProcessGroup | None, str]:
 def check(group: dist.ProcessGroup | None, cells: Sequence[Cell]) -> None:
     """Raise for cells whose batches cannot be shared."""
     for cell in cells:
+        if group is not None and cell.window:
+            raise GridError("under torchrun: a window of the latest images cannot be shared.")
         try:
             check_group(group, cell.speed)
         except ValueError as error:

@@ -1,0 +1,100 @@
+"""A sliding window for images that come one at a time."""
+
+import pytest
+import torch
+
+import fata
+from fata import tiny
+
+IMAGES = torch.rand(14, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def adapters(net="resnet_bn", spec="tent", **options):
+    """Two that are alike."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(fata.adapt(tiny.build(net), spec, lr=0.01, **options))
+    return made
+
+
+@pytest.mark.parametrize("spec", ["norm", "tent", "sar+fata"])
+@pytest.mark.parametrize("net", ["resnet_bn", "vit_ln"])
+def test_the_newest_is_predicted_from_the_batch_of_the_window(net, spec):
+    ours, theirs = adapters(net, spec)
+    window = fata.Window(ours, 4)
+    for last in range(1, len(IMAGES) + 1):
+        logits = window(IMAGES[last - 1 : last])
+        batch = IMAGES[max(0, last - 4) : last]
+        assert torch.equal(logits, theirs(batch)[-1:])
+        assert torch.equal(window.images, batch)
+    assert ours.counts == theirs.counts  # it learned from every window
+    assert ours.counts["seen"] == 1 + 2 + 3 + 11 * 4
+
+
+def test_several_at_once_are_predicted_together():
+    ours, theirs = adapters()
+    window = fata.Window(ours, 4)
+    for part, batch in (
+        (slice(0, 3), slice(0, 3)),
+        (slice(3, 6), slice(2, 6)),
+        (slice(6, 12), slice(6, 12)),  # more than the window holds
+        (slice(12, 13), slice(9, 13)),
+    ):
+        logits = window(IMAGES[part])
+        assert torch.equal(logits, theirs(IMAGES[batch])[-len(logits) :])
+        assert len(logits) == len(IMAGES[part])
+
+
+def test_the_window_holds_no_more_than_its_images():
+    window = fata.Window(adapters()[0], 4)
+    for part in (slice(0, 1), slice(1, 4), slice(4, 11), slice(11, 12)):
+        window(IMAGES[part])
+        assert len(window.images) <= 4
+        assert window.images.untyped_storage().nbytes() <= IMAGES[:4].nbytes
+
+
+def test_a_buffer_may_be_used_again():
+    window, buffer = fata.Window(adapters()[0], 4), torch.empty(1, 3, 16, 16)
+    for image in IMAGES[:3]:
+        buffer.copy_(image)
+        window(buffer)
+    assert torch.equal(window.images, IMAGES[:3])
+
+
+def test_a_reset_empties_it():
+    ours, theirs = adapters()
+    window = fata.Window(ours, 4)
+    for image in IMAGES[:6]:
+        window(image[None])
+    window.reset()
+    assert window.images is None
+    assert ours.counts["seen"] == 0
+    assert torch.equal(window(IMAGES[:1]), theirs(IMAGES[:1]))
+
+
+def test_frozen_it_predicts_and_learns_nothing():
+    ours, theirs = adapters()
+    window = fata.Window(ours, 4)
+    with ours.frozen(), theirs.frozen():
+        for last in range(1, 7):
+            logits = window(IMAGES[last - 1 : last])
+            assert torch.equal(logits, theirs(IMAGES[max(0, last - 4) : last])[-1:])
+    assert ours.counts["seen"] == 0
+
+
+def test_images_that_fail_do_not_stay():
+    window = fata.Window(adapters()[0], 4)
+    window(IMAGES[:2])
+    with pytest.raises(ValueError, match=r"shape \(3, 8, 8\), .* after images of shape \(3, 16"):
+        window(torch.rand(1, 3, 8, 8))
+    with pytest.raises(ValueError, match=r"torch.float64, on cpu after .* torch.float32"):
+        window(IMAGES[:1].double())
+    assert torch.equal(window.images, IMAGES[:2])
+    assert window(IMAGES[2:3]).shape == (1, 10)
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True])
+def test_a_wrong_size_is_told(size):
+    with pytest.raises(ValueError, match="at least 1"):
+        fata.Window(adapters()[0], size)

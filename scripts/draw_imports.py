@@ -20,6 +20,7 @@ ABOUT = {
     "bench": "grid, cells, store; run, report, paper",
     "testing": "conformance checks",
     "training": "source models",
+    "window": "batches of the latest images",
     "adapter": "Adapter and adapt",
     "engine": "the step of a batch; fast: captured, compiled",
     "guard": "watches for collapse",

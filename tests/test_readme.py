@@ -12,7 +12,10 @@ METHOD = DOCS / "add-a-method.md"
 ELSEWHERE = {"data.md": "test_data.py"}  # pages whose examples another test runs
 PRINTED = {  # what the examples of a page must print
     "index.md": ["% of 256 images"],
-    "your-model.md": ["torch.Size([8, 10])", "'1.weight'", "Deyo(", "sigma=0.5", "threshold=0.4"],
+    "your-model.md": [
+        *("torch.Size([8, 10])", "'1.weight'", "Deyo(", "sigma=0.5", "threshold=0.4"),
+        "torch.Size([1, 10]) of 16, 16 learned from",
+    ],
     "models.md": ["mini_resnet_gn: weights"],
     "corruptions.md": ["torch.Size([4, 3, 32, 32])"],
     "guard.md": ["narrowing"],

@@ -1,4 +1,4 @@
-"""A sliding window for images that come one at a time."""
+"""A sliding window for single images."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def adapters(net="resnet_bn", spec="tent", **options):
 @pytest.mark.parametrize("net", ["resnet_bn", "vit_ln"])
 def test_the_newest_is_predicted_from_the_batch_of_the_window(net, spec):
     ours, theirs = adapters(net, spec)
-    window = fata.Window(ours, 4)
+    window = fata.Window(ours, 4, every=1)
     for last in range(1, len(IMAGES) + 1):
         logits = window(IMAGES[last - 1 : last])
         batch = IMAGES[max(0, last - 4) : last]
@@ -32,9 +32,28 @@ def test_the_newest_is_predicted_from_the_batch_of_the_window(net, spec):
     assert ours.counts["seen"] == 1 + 2 + 3 + 11 * 4
 
 
+@pytest.mark.parametrize("every", [None, 3])
+def test_in_between_it_predicts_without_learning(every):
+    """By default each image is learned from once, as in batches of four."""
+    ours, theirs = adapters(spec="tent+fata")
+    window, learned = fata.Window(ours, 4, every), 0
+    for last in range(1, len(IMAGES) + 1):
+        batch = IMAGES[max(0, last - 4) : last]
+        logits = window(IMAGES[last - 1 : last])
+        if last % (every or 4) == 0:
+            assert torch.equal(logits, theirs(batch)[-1:])
+            learned += len(batch)
+        else:
+            with theirs.frozen():
+                assert torch.equal(logits, theirs(batch)[-1:])
+        assert ours.counts["seen"] == learned
+    assert ours.counts == theirs.counts
+    assert learned + window.rows_frozen == 1 + 2 + 3 + 11 * 4
+
+
 def test_several_at_once_are_predicted_together():
     ours, theirs = adapters()
-    window = fata.Window(ours, 4)
+    window = fata.Window(ours, 4, every=1)
     for part, batch in (
         (slice(0, 3), slice(0, 3)),
         (slice(3, 6), slice(2, 6)),
@@ -69,8 +88,12 @@ def test_a_reset_empties_it():
         window(image[None])
     window.reset()
     assert window.images is None
+    assert window.new == 0
     assert ours.counts["seen"] == 0
-    assert torch.equal(window(IMAGES[:1]), theirs(IMAGES[:1]))
+    for last in range(1, 5):
+        logits = window(IMAGES[last - 1 : last])
+    assert torch.equal(logits, theirs(IMAGES[:4])[-1:])
+    assert ours.counts == theirs.counts
 
 
 def test_frozen_it_predicts_and_learns_nothing():
@@ -96,5 +119,7 @@ def test_images_that_fail_do_not_stay():
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True])
 def test_a_wrong_size_is_told(size):
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match=r"size=.*at least 1"):
         fata.Window(adapters()[0], size)
+    with pytest.raises(ValueError, match=r"every=.*at least 1"):
+        fata.Window(adapters()[0], 4, size)

@@ -1,6 +1,8 @@
-"""A sliding window: batches for images that come one at a time."""
+"""A sliding window over a stream of single images."""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -9,14 +11,17 @@ from fata.adapter import Adapter
 
 
 class Window:
-    """Makes a batch of the latest images, learns from it, and predicts the newest alone.
+    """Makes a batch of the latest images, and predicts the newest alone.
 
-    BatchNorm and most methods need a batch to learn from. Every image is passed as often as it is
-    in the window, so an image costs as much as a whole batch. Not for several threads.
+    BatchNorm normalises with the statistics of the whole window, and most methods need its rows to
+    learn from. Every image is learned from once, as in a stream of batches, unless `every` is
+    smaller. A prediction costs a forward pass over the window. Not for several threads.
 
     Args:
         adapter: from `fata.adapt`.
         size: number of images; the batch size that the learning rate is for.
+        every: images between two steps of adaptation; None: `size`. With fewer, an image is
+            learned from several times: lower the learning rate in proportion.
 
     Example:
         >>> import fata, torch
@@ -24,15 +29,22 @@ class Window:
         >>> window = fata.Window(adapted, 8)
         >>> for image in torch.rand(20, 3, 16, 16):
         ...     logits = window(image[None])
-        >>> logits.shape, len(window.images)
-        (torch.Size([1, 10]), 8)
+        >>> logits.shape, len(window.images), adapted.counts["seen"]
+        (torch.Size([1, 10]), 8, 16)
     """
 
-    def __init__(self, adapter: Adapter, size: int = 64) -> None:
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"Window(size={size!r}): must be a whole number, at least 1.")
-        self.adapter, self.size = adapter, size
+    def __init__(self, adapter: Adapter, size: int = 64, every: int | None = None) -> None:
+        for name, value in (("size", size), ("every", every)):
+            whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
+            if not (whole or (name == "every" and value is None)):
+                raise ValueError(f"Window({name}={value!r}): must be a whole number, at least 1.")
+        self.adapter, self.size, self.every = adapter, size, every or size
+        self._clear()
+
+    def _clear(self) -> None:
         self.images: Tensor | None = None  # the latest, oldest first
+        self.new = 0  # how many of them came since the last step
+        self.rows_frozen = 0  # rows of passes without a step, which `adapter.counts` leaves out
 
     def __call__(self, images: Tensor) -> Tensor:
         """Logits of these images, the last rows of a batch with those before them."""
@@ -43,13 +55,18 @@ class Window:
                 f"window must be alike; reset() empties it."
             )
         batch = torch.cat((before[max(0, len(before) + len(images) - self.size) :], images))
-        logits: Tensor = self.adapter(batch)[len(batch) - len(images) :]
+        new = self.new + len(images)
+        learns = new >= self.every
+        with nullcontext() if learns else self.adapter.frozen():
+            logits: Tensor = self.adapter(batch)[len(batch) - len(images) :]
+        self.new = 0 if learns else new
+        self.rows_frozen += 0 if learns else len(batch)
         self.images = batch if len(batch) <= self.size else batch[-self.size :].clone()
         return logits
 
     def reset(self, seed: int | None = None) -> None:
         """Empty the window, and restore the source model as `adapter.reset` does."""
-        self.images = None
+        self._clear()
         self.adapter.reset(seed)
 
 

@@ -280,7 +280,9 @@ def test_a_cell_with_a_window_learns_from_the_latest_images(runner):
     window = fata.Window(fata.adapt(loaded.model, "tent+fata", guard=None, seed=3, **settings), 4)
     right = [(window(loaded.preprocess(b.images)).argmax(1) == b.labels) for b in stream]
     assert result["accuracy"] == pytest.approx(100 * torch.cat(right).float().mean().item())
-    assert result["counts"] == window.adapter.counts
+    counts, frozen = window.adapter.counts, window.rows_frozen
+    assert counts["seen"] == 12  # each image once
+    assert result["counts"] == {**counts, "rows_forward": counts["rows_forward"] + frozen}
     assert result["rows"] == 12
     assert "window=4" in str(cell)
 

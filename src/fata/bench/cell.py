@@ -48,7 +48,7 @@ class Cell:
         options: of the scenario.
         speed: `exact` or `fast`.
         guard: whether the guard is on.
-        window: images of a sliding window that is learned from; None: each batch as it comes.
+        window: images of a sliding window (`fata.Window`); None: each batch as it comes.
     """
 
     model: str

@@ -44,7 +44,7 @@ class Grid:
         fisher: data with clean images for EATA; None: those of `data`, if it has them.
         speed: `exact` or `fast`.
         guard: whether every method runs with a guard.
-        window: images of a sliding window that is learned from; None: each batch as it comes.
+        window: images of a sliding window (`fata.Window`); None: each batch as it comes.
     """
 
     models: tuple[str, ...]

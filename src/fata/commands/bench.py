@@ -77,7 +77,9 @@ def bench(
     ] = None,
     window: Annotated[
         int | None,
-        typer.Option(min=1, help="Learn from the latest N images, and predict the newest alone."),
+        typer.Option(
+            min=1, help="Sliding window: each batch is the newest part of the latest N images."
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A grid in YAML or TOML; options override it.")

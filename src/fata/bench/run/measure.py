@@ -38,8 +38,8 @@ def measure(
 ) -> dict[str, Any]:
     """Run a stream through an adapter; returns what the store keeps.
 
-    With a `window`, that is learned from, and a batch is its newest part. `macs` are those of a
-    pass over the network and over the tail: see `cost.passes`.
+    With a `window`, a batch is the newest part of it. `macs` are those of a pass over the network
+    and over the tail: see `cost.passes`.
     """
     predict = window or adapter
     if device.type == "cuda":
@@ -76,6 +76,7 @@ def measure(
     columns = (torch.cat(column).cpu() for column in zip(*parts, strict=True))
     rows = Rows(*(group.whole(column, torch.cat(index), seen) for column in columns))
     counts = adapter.counts
+    counts["rows_forward"] += window.rows_frozen if window else 0
     times = clock.read()
     return {
         **summary(rows, logits.shape[1], tuple(counts["selected"]), ends),

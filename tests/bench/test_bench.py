@@ -22,6 +22,7 @@ from fata.bench import summary
 from fata.bench.cell import Cell, key
 from fata.bench.cost import passes
 from fata.bench.grid import Grid, GridError, read
+from fata.bench.run import torchrun
 from fata.bench.run.local import missing, run
 from fata.bench.run.measure import _columns
 from fata.bench.run.runner import CellRunner
@@ -285,6 +286,13 @@ def test_a_cell_with_a_window_learns_from_the_latest_images(runner):
     assert result["counts"] == {**counts, "rows_forward": counts["rows_forward"] + frozen}
     assert result["rows"] == 12
     assert "window=4" in str(cell)
+
+
+def test_ranks_cannot_share_a_window():
+    (cell,) = cells_of(methods=("tent",), domains=("fog",), window=4)
+    torchrun.check(None, [cell])
+    with pytest.raises(GridError, match="window"):
+        torchrun.check(object(), [cell])
 
 
 # -- summaries ----------------------------------------------------------------------------------

@@ -116,6 +116,17 @@ def test_cells_with_and_without_a_mask_share_a_model(runner, data, tmp_path):
         assert len(result["classes"]["images"]) == (3 if spec == data else 10)
 
 
+def test_each_mask_has_its_own_fisher(runner, data, tmp_path, monkeypatch):
+    """The clean images have all classes; the logits are those of the cell."""
+    monkeypatch.setattr("fata.bench.run.runner.FISHER_IMAGES", 8)
+    runner.fisher = f"folder:{tmp_path / 'real'}"
+    for spec in (data, f"folder:{tmp_path}", data):
+        runner.run(Cell("net", spec, "normal", ("real",), 5, "eata", 0), lambda *_: None)
+    masked, plain = runner._fishers.values()
+    assert masked.keys() == plain.keys()
+    assert not any(torch.equal(masked[name], plain[name]) for name in masked)
+
+
 def test_the_mask_is_a_part_of_the_protocol(runner, data, tmp_path):
     cell = Cell("net", data, "normal", ("real",), 5, "source", 0)
     protocol = runner.protocol(cell)

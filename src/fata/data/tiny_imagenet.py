@@ -6,6 +6,7 @@ Classes are in the order of their WordNet ids, as a folder of them is sorted, or
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,36 +53,36 @@ def tiny_imagenet(
     """The validation images: in class folders, by `val_annotations.txt`, or in one `val.npz`."""
     inner = folder / "tiny-imagenet-200"
     place = inner if inner.is_dir() else folder
-    source: ImageSource
     if (place / "val.npz").exists():
-        classes = tuple(map(str, range(CLASSES)))
-        source = _from_npz(place / "val.npz", view)
+        classes: tuple[str, ...] = tuple(map(str, range(CLASSES)))
+        source: ImageSource = _from_npz(place / "val.npz", view)
     else:
-        val = place / "val" if (place / "val").is_dir() else place
-        annotated = _annotated(val)
-        names = [one.name for one in folders_in(val) if one.name != "images"]
-        listed = place / "wnids.txt"
-        wnids = sorted(listed.read_text().split()) if listed.exists() else None
-        classes = _ordered(wnids or sorted({*annotated.values()} or names), known)
-        labels = {name: label for label, name in enumerate(classes)}
-        if missing := [name for name in (*annotated.values(), *names) if name not in labels]:
-            raise DataError(f"{val}: {missing[0]!r} is no class of {listed}.")
-        if annotated:
-            numbers = torch.tensor([labels[name] for name in annotated.values()])
-            source = ImageFiles(val / "images", list(annotated), numbers, view)
-        elif names:
-            source = image_files(val, {_with_images(val, n): labels[n] for n in names}, view)
-        else:
-            raise DataError(
-                f"no Tiny-ImageNet in {folder}: expected val/images/ with val/val_annotations.txt, "
-                f"or class folders such as val/n01443537/; found {found_in(val)}."
-            )
+        classes, source = _from_files(place, view, known)
     return Dataset(spec, classes, MADE, lambda _: source, made=True, jpeg=jpeg)
 
 
-def _ordered(wnids: Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """The classes in the model's order, if it says which classes it has."""
-    return tuple(known) if sorted(known) == list(wnids) else tuple(wnids)
+def _from_files(
+    place: Path, view: View, known: Sequence[str]
+) -> tuple[tuple[str, ...], ImageFiles]:
+    """Classes in the model's order, if it says which ones it has; else sorted."""
+    val, wnids = place / "val" if (place / "val").is_dir() else place, place / "wnids.txt"
+    annotated = _annotated(val)
+    names = [one.name for one in folders_in(val) if re.fullmatch(r"n\d{8}", one.name)]
+    if not (annotated or names):
+        raise DataError(
+            f"no Tiny-ImageNet in {place}: expected val/images/ with val/val_annotations.txt, or "
+            f"class folders such as val/n01443537/; found {found_in(val)}."
+        )
+    listed = wnids.read_text().split() if wnids.exists() else annotated.values() or names
+    classes = sorted(set(listed))
+    order = tuple(known) if sorted(known) == classes else tuple(classes)
+    labels = {name: label for label, name in enumerate(order)}
+    if unknown := [name for name in (*annotated.values(), *names) if name not in labels]:
+        raise DataError(f"{val}: {unknown[0]!r} is no class of {wnids}.")
+    if not annotated:
+        return order, image_files(val, {_with_images(val, n): labels[n] for n in names}, view)
+    numbers = torch.tensor([labels[name] for name in annotated.values()])
+    return order, ImageFiles(val / "images", list(annotated), numbers, view)
 
 
 def _annotated(val: Path) -> dict[str, str]:

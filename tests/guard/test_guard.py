@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from benchmarks import mixed
 
 import fata
+from benchmarks import mixed
 from fata.bench.cell import Cell, key
 from fata.bench.run.runner import CellRunner
 from fata.guard.evidence import BRIEF, Evidence, batch_of_few_classes, compare

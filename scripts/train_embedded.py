@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fata.data import cifar
-from fata.zoo import checkpoint, mini
+from fata.zoo import mini
 from fata.zoo.preprocess import Preprocess
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images
@@ -186,7 +186,7 @@ def main() -> None:
         print(f"{name}: {reached:.2f} % of the test images", flush=True)
         facts = {"data": "CIFAR-10, 50,000 training images", "epochs": epochs, "seed": args.seed}
         constants = {"mixup": MIXUP, "label_smoothing": SMOOTHING, "accuracy": round(reached, 2)}
-        checkpoint.save(
+        model_file.save(
             args.out / f"{name}.safetensors",
             model,
             arch=name,

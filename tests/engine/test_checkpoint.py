@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import fata
 import fata.engine.checkpoint
 import fata.guard.policy
-from fata.guard.state import Event
+from fata.guard.events import Event
 from fata.testing.cases import Case, images, network
 
 STREAM = Case(None, None, "resnet_gn", 16).stream()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fata.data import cifar
-from fata.zoo import mini
+from fata.zoo import mini, model_file
 from fata.zoo.preprocess import Preprocess
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fata import data, training, zoo
 from fata.commands.app import app
 from fata.training import Epoch, Recipe, TrainingError, images, train_source
-from fata.zoo import mini, sources
+from fata.zoo import mini, model_file, sources
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import Preprocess
 

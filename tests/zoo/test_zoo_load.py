@@ -18,7 +18,7 @@ from torch import nn
 
 import fata
 from fata import zoo
-from fata.zoo import mini, sources
+from fata.zoo import mini, model_file, sources
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 

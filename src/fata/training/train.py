@@ -28,7 +28,7 @@ from fata.network.logits import logits_of
 from fata.training.images import TrainingPlan, images_of, served
 from fata.training.outputs import check_writable
 from fata.training.recipe import Recipe, TrainingError
-from fata.zoo import sources
+from fata.zoo import model_file, sources
 from fata.zoo.loaded import Loaded, ZooError
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+from fata.zoo import model_file
 from fata.zoo.loaded import Loaded
 from fata.zoo.mini import NAMES
 

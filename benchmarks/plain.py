@@ -6,8 +6,8 @@
     + FATA        a hook behind one layer hands on z and z' of all rows: the tail runs on 2 B rows
     SAR + FATA    three passes: all rows at theta; at theta + eps the selected rows, and all rows
 
-The updates are the engine's (`tests/test_plain.py`). With BatchNorm, clean and augmented rows are
-normalised together here, as by `Fata(bn_stats="joint")`. EATA has no Fisher penalty.
+The updates are the engine's (`tests/benchmarks/test_plain.py`). With BatchNorm, clean and augmented
+rows are normalised together here, as by `Fata(bn_stats="joint")`. EATA has no Fisher penalty.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from fata.bench.grid import Grid
 from fata.corruptions import EXTRA
 from fata.distributed.ranks import SINGLE
 from fata.engine.state import State
+from fata.guard.events import Event
 from fata.guard.policy import Guard, Watch
-from fata.guard.state import Event
 
 Batch = dict[str, Any]  # "pairs": [adapted, source, how often]; "right", "still": how many are
 

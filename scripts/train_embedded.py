@@ -1,33 +1,69 @@
-"""Train the networks that ship in the package, on CIFAR-10, on a GPU.
+"""Train the networks that ship in the package, on CIFAR-10 or Tiny-ImageNet at 32 pixels, on a GPU.
 
     python scripts/train_embedded.py --data DIR --out DIR [--model mini_vit] [--epochs N]
+    python scripts/train_embedded.py --data DIR --out DIR --model tiny200_vit --minutes 9
+
+DIR holds CIFAR-10's files for the `mini_*` networks, and `train.*.npz` and `val.npz` for the
+`tiny200_*` ones. With `--minutes` a run ends in time and the next one continues it, bit for bit,
+from `NAME.resume.pt` in the output folder.
 
 Everything is resident on the device. The augmentation holds none of the corruptions that the
 benchmark (or the choice of settings) uses: shifts, flips, affine maps, solarising, posterising,
-swapped channels, cut-out squares, mixup. See the model card, docs/models.md.
+swapped channels, cut-out squares, mixup, CutMix. See the model card, docs/models.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import io
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fata.data import cifar
-from fata.zoo import checkpoint, mini
+from fata.zoo import mini, model_file
 from fata.zoo.preprocess import Preprocess
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images
-PREPROCESS = Preprocess(32, 32, "bilinear", MEAN, STD)
 SMOOTHING = 0.1
 MIXUP = 0.2  # of Beta(a, a)
+SAVE_EVERY = 10  # epochs
+
+
+@dataclass(frozen=True)
+class Data:
+    """Where a network's images come from, and what they are."""
+
+    images: str
+    classes: int
+    mean: tuple[float, float, float]  # of the training images
+    std: tuple[float, float, float]
+
+    @property
+    def preprocess(self) -> Preprocess:
+        """As the networks take them."""
+        return Preprocess(32, 32, "bilinear", self.mean, self.std)
+
+
+CIFAR10 = Data(
+    "CIFAR-10, 50,000 training images", 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+)
+TINY200 = Data(
+    "Tiny-ImageNet at 32 pixels, 100,000 training images",
+    200,
+    (0.4802, 0.4481, 0.3975),
+    (0.2636, 0.2563, 0.2686),
+)
 
 
 @dataclass(frozen=True)
@@ -40,13 +76,21 @@ class Recipe:
     weight_decay: float
     batch: int = 512
     warmup: float = 0.05  # of the steps
+    cutmix: float = 0.0  # share of the batches; the others have mixup
+    average: float = 0.0  # decay of the moving average of the weights, which is kept; 0: none
 
 
 RECIPES = {
     "mini_resnet_bn": Recipe(90, "sgd", 0.4, 5e-4),
     "mini_resnet_gn": Recipe(110, "sgd", 0.2, 5e-4),
     "mini_vit": Recipe(130, "adamw", 1e-3, 0.05),
+    "tiny200_resnet_bn": Recipe(150, "sgd", 0.4, 5e-4, cutmix=0.5, average=0.999),
+    "tiny200_resnet_gn": Recipe(150, "sgd", 0.2, 5e-4, cutmix=0.5, average=0.999),
+    "tiny200_vit": Recipe(200, "adamw", 1e-3, 0.05, cutmix=0.5, average=0.999),
 }
+
+
+# -- images -------------------------------------------------------------------------------------
 
 
 def augmented(pixels: Tensor, g: torch.Generator) -> Tensor:
@@ -80,17 +124,60 @@ def augmented(pixels: Tensor, g: torch.Generator) -> Tensor:
     x = torch.where(chosen(0.1), (x * levels).floor() / levels, x)
     swapped = x[:, torch.randperm(3, generator=g, device=x.device)]
     x = torch.where(chosen(0.1), swapped, x)
-    place = torch.arange(side, device=x.device)
-    middle = (uniform(0, side, 2)).floor()
-    hole = ((place - middle[:, :1]).abs() < 5)[:, :, None] & ((place - middle[:, 1:]).abs() < 5)[
-        :, None, :
-    ]
-    return torch.where(hole[:, None] & chosen(0.5), 0.5, x)
+    hole = _squares(uniform(0, side, 2).floor(), 5, side)
+    return torch.where(hole & chosen(0.5), 0.5, x)
 
 
-def normalised(pixels: Tensor) -> Tensor:
-    """As the networks take them."""
-    return PREPROCESS.normalise(pixels).contiguous(memory_format=torch.channels_last)
+def mixed(x: Tensor, y: Tensor, cutmix: float, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Images and one-hot labels, each mixed with those of another image of the batch."""
+    n, side, device = len(x), x.shape[-1], x.device
+    other = torch.randperm(n, generator=g, device=device)
+    if torch.rand((), generator=g, device=device) < cutmix:
+        kept = torch.rand(n, generator=g, device=device)
+        middle = (torch.rand(n, 2, generator=g, device=device) * side).floor()
+        hole = _squares(middle, (1 - kept).sqrt() * side / 2, side)
+        share = 1 - hole.float().mean((1, 2, 3))
+        x = torch.where(hole, x[other], x)
+    else:
+        share = torch.distributions.Beta(MIXUP, MIXUP).sample((n,)).to(device)
+        x = share[:, None, None, None] * x + (1 - share[:, None, None, None]) * x[other]
+    return x, share[:, None] * y + (1 - share[:, None]) * y[other]
+
+
+def _squares(middle: Tensor, half: Tensor | float, side: int) -> Tensor:
+    """One square an image, (n, 1, side, side), true inside."""
+    place = torch.arange(side, device=middle.device)
+    half = half[:, None] if isinstance(half, Tensor) else half
+    rows, columns = ((place - middle[:, i : i + 1]).abs() < half for i in (0, 1))
+    return (rows[:, :, None] & columns[:, None, :])[:, None]
+
+
+def read(data: Data, folder: Path, limit: int | None) -> list[Tensor]:
+    """Training images and labels, test images and labels; images (n, 3, 32, 32), uint8."""
+    if data is CIFAR10:
+        parts = [cifar.read(folder, part) for part in ("train", "test")]
+    else:
+        files = sorted(folder.glob("train*.npz")), [folder / "val.npz"]
+        parts = [_decoded(part, limit) for part in files]
+    (images, labels), test = parts
+    return [images[:limit], labels[:limit], *test]
+
+
+def _decoded(files: Sequence[Path], limit: int | None) -> tuple[Tensor, Tensor]:
+    """Images of files with `blob`, `lens` and `labels`: JPEG files one after another."""
+    images, labels = [], []
+    for file in files:
+        part = np.load(file)
+        blob, ends = part["blob"], part["lens"].cumsum()[:limit]
+        starts = [0, *ends[:-1]]
+        for start, end in zip(starts, ends, strict=True):
+            image = Image.open(io.BytesIO(blob[start:end].tobytes())).convert("RGB")
+            images.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
+        labels.append(torch.from_numpy(part["labels"][: len(ends)].astype(np.int64)))
+    return torch.stack(images), torch.cat(labels)
+
+
+# -- training -----------------------------------------------------------------------------------
 
 
 def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
@@ -106,55 +193,84 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, recipe.lr, momentum=0.9, nesterov=True, fused=True)
 
 
-def train(
-    model: nn.Module, images: Tensor, labels: Tensor, recipe: Recipe, epochs: int, seed: int
-) -> nn.Module:
-    """Supervised, bfloat16, a cosine after a short warm-up."""
-    device = images.device
-    g = torch.Generator(device).manual_seed(seed)
-    optimizer = optimizer_of(model, recipe)
-    total = epochs * (len(images) // recipe.batch)
+class Training:
+    """One network in training: supervised, bfloat16, a cosine after a short warm-up."""
 
-    def rate(step: int) -> float:
-        warm = max(1, int(recipe.warmup * total))
-        if step < warm:
-            return (step + 1) / warm
-        return 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+    def __init__(self, name: str, data: Data, recipe: Recipe, seed: int, device: str) -> None:
+        torch.manual_seed(seed)
+        self.data, self.recipe, self.epoch = data, recipe, 0
+        model = mini.build(name, data.classes)
+        self.model = model.to(device, memory_format=torch.channels_last)
+        decay = get_ema_multi_avg_fn(recipe.average)
+        self.average = AveragedModel(self.model, multi_avg_fn=decay, use_buffers=True)
+        self.optimizer = optimizer_of(self.model, recipe)
+        self.forward = torch.compile(self.model) if device.startswith("cuda") else self.model
+        self.generator = torch.Generator(device).manual_seed(seed)
+        self.device = torch.device(device)
 
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
-    beta = torch.distributions.Beta(MIXUP, MIXUP)
-    torch.manual_seed(seed)
-    started = time.perf_counter()
-    for epoch in range(epochs):
-        order = torch.randperm(len(images), generator=g, device=device)
-        for index in order[: len(order) // recipe.batch * recipe.batch].split(recipe.batch):
+    def state(self) -> dict[str, Any]:
+        """All that another run needs to continue."""
+        return {
+            "epoch": self.epoch,
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "generator": self.generator.get_state(),
+            "global": torch.get_rng_state(),
+        }
+
+    def resume(self, path: Path) -> None:
+        """Continue where an earlier run ended."""
+        state = torch.load(path, map_location=self.device)
+        self.epoch = state["epoch"]
+        for name in ("model", "average", "optimizer"):
+            getattr(self, name).load_state_dict(state[name])
+        self.generator.set_state(state["generator"].cpu())
+        torch.set_rng_state(state["global"].cpu())
+
+    def run(self, images: Tensor, labels: Tensor) -> float:
+        """One epoch; returns the last loss."""
+        recipe, g = self.recipe, self.generator
+        self.model.train()
+        order = torch.randperm(len(images), generator=g, device=self.device)
+        batches = order[: len(order) // recipe.batch * recipe.batch].split(recipe.batch)
+        for step, index in enumerate(batches, self.epoch * len(batches)):
+            self._set_rate(step, recipe.epochs * len(batches))
             x = augmented(images[index].float() / 255, g)
-            share = beta.sample((len(x), 1, 1, 1)).to(device)
-            other = torch.randperm(len(x), generator=g, device=device)
-            x = normalised(share * x + (1 - share) * x[other])
-            y = F.one_hot(labels[index], 10).float()
-            y = share[:, 0, 0] * y + (1 - share[:, 0, 0]) * y[other]
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                logits = model(x)
+            y = F.one_hot(labels[index], self.data.classes).float()
+            x, y = mixed(x, y, recipe.cutmix, g)
+            x = self.data.preprocess(x).contiguous(memory_format=torch.channels_last)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=x.is_cuda):
+                logits = self.forward(x)
             loss = F.cross_entropy(logits.float(), y, label_smoothing=SMOOTHING)
-            optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             if recipe.optimizer == "adamw":
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-        if epoch % 10 == 9:
-            took = time.perf_counter() - started
-            print(f"epoch {epoch + 1}/{epochs} loss {loss.item():.3f} {took:.0f} s", flush=True)
-    return model.eval()
+                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.average.update_parameters(self.model)
+        self.epoch += 1
+        return loss.item()
+
+    def _set_rate(self, step: int, total: int) -> None:
+        warm = max(1, int(self.recipe.warmup * total))
+        scale = (step + 1) / warm
+        if step >= warm:
+            scale = 0.5 * (1 + math.cos(math.pi * (step - warm) / (total - warm)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.recipe.lr * scale
+
+    def finished(self) -> nn.Module:
+        """The network as it is shipped, in half precision."""
+        return self.average.module.eval().half()
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
+def accuracy(model: nn.Module, data: Data, images: Tensor, labels: Tensor) -> float:
     """Share of images that the network gets right, in %, in full precision."""
-    model = copy.deepcopy(model).float()
+    model = copy.deepcopy(model).float().eval()
     right = sum(
-        (model(normalised(x.float() / 255)).argmax(1) == y).sum().item()
+        (model(data.preprocess(x.float() / 255)).argmax(1) == y).sum().item()
         for x, y in zip(images.split(1000), labels.split(1000), strict=True)
     )
     return 100 * right / len(images)
@@ -165,35 +281,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--model", choices=mini.NAMES, action="append")
+    parser.add_argument("--model", choices=(*mini.CIFAR10, *mini.TINY200), action="append")
     parser.add_argument("--epochs", type=int, help="instead of the recipe's")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="end in time; run again")
     parser.add_argument("--limit", type=int, help="images to train on (a trial)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
+    started = time.monotonic()
     torch.backends.cudnn.benchmark = True
-    train_set = [t[: args.limit].to(args.device) for t in cifar.read(args.data, "train")]
-    test_set = [t.to(args.device) for t in cifar.read(args.data, "test")]
     args.out.mkdir(parents=True, exist_ok=True)
-    for name in args.model or mini.NAMES:
-        recipe = RECIPES[name]
-        torch.manual_seed(args.seed)
-        model = mini.build(name).to(args.device, memory_format=torch.channels_last)
-        epochs = args.epochs or recipe.epochs
-        train(model, *train_set, recipe, epochs, args.seed)
-        model.half()  # what is shipped is what is measured
-        reached = accuracy(model, *test_set)
-        print(f"{name}: {reached:.2f} % of the test images", flush=True)
-        facts = {"data": "CIFAR-10, 50,000 training images", "epochs": epochs, "seed": args.seed}
-        constants = {"mixup": MIXUP, "label_smoothing": SMOOTHING, "accuracy": round(reached, 2)}
-        checkpoint.save(
-            args.out / f"{name}.safetensors",
-            model,
-            arch=name,
-            preprocess=PREPROCESS,
-            labels=cifar.CLASSES,
-            recipe={**asdict(recipe), **facts, **constants},
+    for name in args.model or mini.CIFAR10:
+        data = TINY200 if name in mini.TINY200 else CIFAR10
+        train(name, data, args, started + 60 * args.minutes)
+
+
+def train(name: str, data: Data, args: argparse.Namespace, end: float) -> None:
+    """One network, until it is finished or the time is up."""
+    sets = [tensor.to(args.device) for tensor in read(data, args.data, args.limit)]
+    recipe = RECIPES[name]
+    recipe = Recipe(**{**asdict(recipe), "epochs": args.epochs or recipe.epochs})
+    training = Training(name, data, recipe, args.seed, args.device)
+    resume = args.out / f"{name}.resume.pt"
+    if resume.exists():
+        training.resume(resume)
+    while training.epoch < recipe.epochs:
+        begun = time.monotonic()
+        loss = training.run(*sets[:2])
+        took, late = (
+            time.monotonic() - begun,
+            time.monotonic() + 2 * (time.monotonic() - begun) > end,
         )
+        if late or training.epoch % SAVE_EVERY == 0 or training.epoch == recipe.epochs:
+            torch.save(training.state(), resume)
+            reached = accuracy(training.average, data, *sets[2:])
+            print(
+                f"{name} epoch {training.epoch}/{recipe.epochs} loss {loss:.3f} "
+                f"{reached:.2f} % of the test images, {took:.1f} s an epoch",
+                flush=True,
+            )
+        if late and training.epoch < recipe.epochs:
+            return
+    model = training.finished()  # what is shipped is what is measured
+    reached = accuracy(model, data, *sets[2:])
+    print(f"{name}: {reached:.2f} % of the test images", flush=True)
+    facts = {"data": data.images, "seed": args.seed, "accuracy": round(reached, 2)}
+    constants = {"mixup": MIXUP, "label_smoothing": SMOOTHING}
+    model_file.save(
+        args.out / f"{name}.safetensors",
+        model,
+        arch=name,
+        preprocess=data.preprocess,
+        labels=cifar.CLASSES if data is CIFAR10 else (),
+        recipe={**asdict(recipe), **facts, **constants},
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from imagecorruptions import corruptions
 from PIL import Image
 from scipy.ndimage import gaussian_filter, map_coordinates
 
-from fata.corruptions.tables import constants
+from fata.corruptions.constants import constants
 
 
 def reference_corrupt(images, name, severity, size_constants):

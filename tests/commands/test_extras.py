@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-# `rich` belongs here, too, once computing the Fisher information does not need it.
-BENCH = ("typer", "yaml", "plotly", "jinja2", "PIL")
+BENCH = ("typer", "rich", "yaml", "plotly", "jinja2", "PIL")
 ZOO = ("timm", "torchvision", "transformers")
 
 START = """
@@ -47,7 +46,8 @@ from fata.methods import SPECS
 for spec in SPECS:
     if spec != "memo":
         net = fata.tiny.build("resnet_gn").eval()
-        adapted = fata.adapt(net, spec, **({"fisher_alpha": 0.0} if "eata" in spec else {}))
+        data = {"fisher_data": [torch.rand(4, 3, 16, 16)]} if "eata" in spec else {}
+        adapted = fata.adapt(net, spec, **data)
         assert adapted(torch.rand(4, 3, 16, 16)).shape == (4, 10), spec
 for name in fata.corruptions.BY_NAME:
     if name != "jpeg_compression":
@@ -65,6 +65,7 @@ NEEDS = {
     "fata.zoo.load('resnet50_bn')": "pip install fata[zoo]",
     "fata.zoo.load('resnet51')": "choose one of resnet50_bn",
     "fata.zoo.load('hf:google/vit')": "pip install transformers",
+    "fata.adapt(fata.tiny.build('resnet_gn'), 'memo')(torch.rand(1, 3, 16, 16))": "or give augment",
 }
 
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 import fata
 from fata.corruptions import BY_NAME, EXTRA, NAMES, digital, filters, weather
+from fata.corruptions.constants import CONSTANTS, constants
 from fata.corruptions.rng import ImageRng
-from fata.corruptions.tables import CONSTANTS, constants
 from reference_corruptions import reference_corrupt
 
 DETERMINISTIC = (

@@ -11,7 +11,7 @@ import fata
 from fata import tiny
 from fata.bench.cell import Cell, key
 from fata.bench.run.runner import CellRunner
-from fata.network.outputs import restrict
+from fata.network.logits import restrict
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from fata import data, training, zoo
 from fata.commands.app import app
 from fata.training import Epoch, Recipe, TrainingError, images, train_source
-from fata.zoo import checkpoint, mini, sources
+from fata.zoo import mini, model_file, sources
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import Preprocess
 
@@ -290,7 +290,7 @@ def test_recipes_that_cannot_train(fields):
 def small(tmp_path_factory):
     """A file to start from."""
     path = tmp_path_factory.mktemp("models") / "small.safetensors"
-    checkpoint.save(path, start("test_resnet").model, arch="timm:test_resnet", preprocess=PLAIN)
+    model_file.save(path, start("test_resnet").model, arch="timm:test_resnet", preprocess=PLAIN)
     return str(path)
 
 

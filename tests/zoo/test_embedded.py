@@ -102,13 +102,48 @@ def test_training_augments_without_leaving_the_pixels_range(pictures):
     assert not (seen == images).all((1, 2, 3)).any()
 
 
+@pytest.mark.parametrize("cutmix", [0.0, 1.0])
+def test_training_mixes_labels_as_it_mixes_images(cutmix):
+    """An image of one value only shows how much is left of it."""
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    images = torch.arange(64.0)[:, None, None, None].expand(64, 3, 32, 32)
+    x, y = script.mixed(images, torch.eye(64), cutmix, generator)
+    torch.testing.assert_close(y.sum(1), torch.ones(64))
+    torch.testing.assert_close(x.mean((1, 2, 3)), y @ torch.arange(64.0))
+    assert ((y > 0).sum(1) == 2).any()
+
+
 def test_the_training_script_learns(pictures, monkeypatch):
-    """Shown two classes in a short run of the same code, a network answers with no other."""
+    """Shown two classes in a short run of the same code, a network predicts no other."""
     monkeypatch.setattr(script, "augmented", lambda pixels, g: pixels)
     two = torch.cat([torch.nonzero(pictures.labels == label)[:8, 0] for label in (0, 9)])
-    torch.manual_seed(0)
-    model = mini.build("mini_resnet_gn")
-    recipe = replace(script.RECIPES["mini_resnet_gn"], batch=16, lr=0.1)
-    script.train(model, pictures.images[two], pictures.labels[two], recipe, 12, seed=0)
-    answers = model(script.normalised(pictures.images[:50].float() / 255)).argmax(1)
+    recipe = replace(script.RECIPES["mini_resnet_gn"], batch=16, lr=0.1, epochs=12)
+    training = script.Training("mini_resnet_gn", script.CIFAR10, recipe, 0, "cpu")
+    for _ in range(12):
+        training.run(pictures.images[two], pictures.labels[two])
+    model = training.finished().float()
+    answers = model(script.CIFAR10.preprocess(pictures.images[:50].float() / 255)).argmax(1)
     assert set(answers.tolist()) <= {0, 9}
+
+
+def test_training_that_was_stopped_continues_bit_for_bit(pictures, tmp_path):
+    recipe = replace(script.RECIPES["tiny200_resnet_bn"], batch=16, epochs=3)
+    images, labels = pictures.images[:32], pictures.labels[:32]
+
+    def start():
+        return script.Training("mini_resnet_bn", script.CIFAR10, recipe, 0, "cpu")
+
+    whole, first = start(), start()
+    for _ in range(2):
+        whole.run(images, labels)
+    first = start()
+    first.run(images, labels)
+    torch.save(first.state(), tmp_path / "resume.pt")
+    second = start()
+    torch.rand(7)  # other random numbers in between
+    second.resume(tmp_path / "resume.pt")
+    second.run(images, labels)
+    for one, other in ((whole.model, second.model), (whole.average, second.average)):
+        pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)

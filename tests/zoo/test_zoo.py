@@ -185,7 +185,7 @@ def test_one_step(name):
     moved = {n for n, tensor in model.state_dict().items() if not torch.equal(tensor, before[n])}
     assert moved
     assert moved <= set(adapted.trainable)
-    last = adapted._live().tap
+    last = adapted._live().network.tap
     assert last.layer in fata.layers(model) or last.layer.rpartition(".")[0] in fata.layers(model)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import fata
 from fata import zoo
-from fata.zoo import checkpoint, mini, sources
+from fata.zoo import mini, model_file, sources
 from fata.zoo.loaded import Loaded, Weights
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -251,7 +251,7 @@ def test_files_that_cannot_be_read_are_refused(vit, tmp_path):
 def test_a_file_of_ours_says_what_it_is(tmp_path):
     model, path = mini.build("mini_vit", 4).eval(), tmp_path / "mine.safetensors"
     labels, recipe = ["ape", "bee", "cat", "dog"], {"epochs": 3}
-    checkpoint.save(path, model, arch="mini_vit", preprocess=PLAIN, labels=labels, recipe=recipe)
+    model_file.save(path, model, arch="mini_vit", preprocess=PLAIN, labels=labels, recipe=recipe)
     loaded = zoo.load(path)
     images = torch.rand(2, 3, 32, 32)
     assert torch.equal(loaded.model(images), model(images))
@@ -269,7 +269,7 @@ def test_other_files_with_a_description_are_refused(vit, tmp_path):
     refused("has format 'model 9'", vit.path)
     save_file(state, vit.path, {"meta": '{"format": "model 1", "arch": "test_vit"}'})
     refused("its description is not whole", vit.path)
-    checkpoint.save(vit.path, vit.model, arch="test_vit", preprocess=PLAIN)
+    model_file.save(vit.path, vit.model, arch="test_vit", preprocess=PLAIN)
     with pytest.raises(fata.StateError, match="this is a model, not the state"):
         adapter.load(vit.path)
 

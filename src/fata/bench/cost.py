@@ -26,8 +26,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fata.adapter import Adapter, adapt
 from fata.engine.step import DENSE
 from fata.methods import Cotta, Deyo, Memo, Tent, parse
+from fata.network.logits import logits_of
 from fata.network.norms import batch_norms, norm_layers
-from fata.network.outputs import logits_of
 from fata.network.tap import Tap
 
 # Passes over the network and over the tail that the paper's table counts, or would.

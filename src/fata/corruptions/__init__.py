@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fata._text import near
 from fata.corruptions import blur, digital, noise, spatter, weather
+from fata.corruptions.constants import constants
 from fata.corruptions.rng import ImageRng
-from fata.corruptions.tables import constants
 
 _FUNCTIONS: tuple[Callable[[Tensor, Any, ImageRng], Tensor], ...] = (
     noise.gaussian_noise,

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from fata._text import listed, near
 from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
-from fata.network.outputs import restrict
+from fata.network.logits import restrict
 from fata.zoo.preprocess import as_rgb
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from torch.distributed import ProcessGroup
 from fata.distributed.group import RankGroup
 from fata.engine import arguments
 from fata.engine.checkpoint import described, fingerprint
+from fata.engine.direct import Direct
 from fata.engine.engine import Engine
-from fata.engine.execution import Direct
 from fata.engine.fast.execution import Fast
 from fata.engine.fisher import FisherData, fisher
 from fata.engine.ownership import Settings

@@ -24,7 +24,7 @@ from fata._text import listed
 from fata._torch import NormWithStatistics
 from fata.engine.engine import Engine
 from fata.engine.state import State
-from fata.guard.state import Watched
+from fata.guard.events import Watched
 from fata.methods import describe, spec_of
 from fata.methods.base import CustomStep
 

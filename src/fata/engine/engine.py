@@ -7,7 +7,7 @@
                v observe     FATA's moving average
                v guard       compares with the source model's predictions now and then
 
-`step.py` has the functions of a step, `execution.py` how they are run.
+`step.py` has the functions of a step, `direct.py` how they are run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from fata._text import listed
 from fata.distributed.ranks import Ranks
-from fata.engine.execution import Direct, NotFiniteError
+from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.network import Network, stand_in
 from fata.engine.state import Given, Moved, Moving, Seen, State
 from fata.engine.step import DENSE, Step

@@ -7,8 +7,8 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from fata.engine.direct import NotFiniteError
 from fata.engine.engine import Engine
-from fata.engine.execution import NotFiniteError
 
 
 def run(engine: Engine, images: Tensor, learning: bool) -> Tensor:

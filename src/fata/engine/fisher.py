@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor
 
 from fata._text import listed
@@ -42,10 +41,7 @@ def fisher(engine: Engine, data: FisherData) -> Tensor:
         given_ = f"one tensor of shape {tuple(data.shape)}" if isinstance(data, Tensor) else data
         raise TypeError(f"fisher_data must give batches of images, such as [images]; got {given_}.")
     total, batches = torch.zeros_like(engine.source), 0
-    console = Console(stderr=True)
-    for batch in track(
-        data, "Fisher", console=console, transient=True, disable=not sys.stderr.isatty()
-    ):
+    for batch in _shown(data):
         images = batch[0] if isinstance(batch, tuple | list) else batch
         engine.network.check(images)
         if not images.isfinite().all():
@@ -60,3 +56,13 @@ def fisher(engine: Engine, data: FisherData) -> Tensor:
             "(about 500 images suffice); leave fisher_data out for ETA."
         )
     return total / batches
+
+
+def _shown(data: Iterable[Any]) -> Iterable[Any]:
+    """The batches, with a progress bar on a terminal if `rich` is installed."""
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        return data
+    from rich.console import Console
+    from rich.progress import track
+
+    return track(data, "Fisher", console=Console(stderr=True), transient=True)

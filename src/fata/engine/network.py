@@ -17,8 +17,8 @@ from fata.distributed.ranks import SINGLE, Ranks
 from fata.engine.state import Pass
 from fata.methods.base import Method
 from fata.methods.fata import Fata, Perturb
+from fata.network.logits import logits_of
 from fata.network.norms import BatchStatistics, batch_norms, spare_group_norms
-from fata.network.outputs import logits_of
 from fata.network.tap import Tap
 
 

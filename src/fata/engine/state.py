@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fata.guard.state import Watched
+from fata.guard.events import Watched
 from fata.methods.base import Batch, Memory
 from fata.methods.fata import Perturb
 from fata.methods.selection import Selection

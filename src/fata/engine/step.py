@@ -8,7 +8,7 @@
                 |            host's regulariser; a step of SGD
                 v observe    the host's running means
 
-`engine.py` calls these in order. `execution.py` runs them as they are, `fast/execution.py` captures
+`engine.py` calls these in order. `direct.py` runs them as they are, `fast/execution.py` captures
 them. GroupNorm and LayerNorm rows do not see each other, so `descend_rows` may run on the selected
 rows alone: the same gradient for less work. BatchNorm rows share statistics, so there the first
 pass carries the gradient and `descend` reuses it.

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from fata.distributed.ranks import Ranks
 from fata.guard import evidence
+from fata.guard.events import Event, Snapshot, Watched
 from fata.guard.evidence import Alarm, Evidence, latest_shares
-from fata.guard.state import Event, Snapshot, Watched
 from fata.methods.base import Learned, Memory, in_range
 from fata.network.parameters import Theta
 

@@ -25,7 +25,14 @@ from fata.methods.selection import Selection, confidence, distinct, reliable
 
 @dataclass(frozen=True)
 class Eata(Method):
-    """Learns from reliable rows that are unlike the mean prediction, and stays near the source."""
+    """Learns from reliable rows that are unlike the mean prediction, and stays near the source.
+
+    Args:
+        threshold: entropy filter, in units of ln C.
+        redundancy: cosine similarity with the mean prediction from which on a row is redundant;
+            1 or more: no filter. 0.05 is for 1,000 classes; with ten, 0.4 is in use.
+        fisher_alpha: weight of the penalty on moving parameters that matter; 0: none (ETA).
+    """
 
     threshold: float = 0.4
     redundancy: float = 0.05

@@ -27,7 +27,14 @@ from fata.methods.selection import Selection, reliable
 
 @dataclass(frozen=True)
 class Sar(Method):
-    """Learns from reliable rows by SAM, and recovers from a collapse."""
+    """Learns from reliable rows by SAM, and recovers from a collapse.
+
+    Args:
+        threshold: entropy filter, in units of ln C; `math.inf`: none.
+        rho: radius of SAM's ascent.
+        recovery: moving average of the entropy, in nats, below which the model restarts from the
+            source weights; 0: never.
+    """
 
     threshold: float = 0.4
     rho: float = 0.05

@@ -6,10 +6,18 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torchvision.transforms.v2 import InterpolationMode
-from torchvision.transforms.v2 import functional as T
 
 from fata.methods.pixels import Rng
+
+try:
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as T
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "the views of CoTTA and MEMO need torchvision: pip install fata[zoo], or give "
+        "augment=... of your own",
+        name=error.name,
+    ) from error
 
 
 def cotta_view(pixels: Tensor, rng: Rng) -> Tensor:

@@ -24,11 +24,11 @@ from torch.optim.lr_scheduler import LRScheduler
 import fata
 from fata.data.dataset import Dataset, data_name
 from fata.data.errors import DataError
-from fata.network.outputs import logits_of
+from fata.network.logits import logits_of
 from fata.training.images import TrainingPlan, images_of, served
 from fata.training.outputs import check_writable
 from fata.training.recipe import Recipe, TrainingError
-from fata.zoo import checkpoint, sources
+from fata.zoo import model_file, sources
 from fata.zoo.loaded import Loaded, ZooError
 
 
@@ -109,7 +109,7 @@ def train_source(
                 loss = _learn(model, optimizer, scheduler, steps, recipe.smoothing, on_step)
                 accuracy = _accuracy(model, islice(batches, plan.tests))
                 reached = {"finished": number, "accuracy": round(accuracy, 2)}
-                checkpoint.save(
+                model_file.save(
                     out,
                     model,
                     arch=arch,
@@ -118,7 +118,7 @@ def train_source(
                     recipe={**facts, **reached, "damaged": len(damaged)},
                 )
                 on_epoch(Epoch(number, loss, accuracy, tuple(damaged)))
-        return checkpoint.load(out)
+        return model_file.load(out)
 
 
 def _versions() -> dict[str, str]:

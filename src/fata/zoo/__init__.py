@@ -7,7 +7,7 @@ import os
 import re
 
 from fata._text import near
-from fata.zoo import checkpoint, hugging_face, sources
+from fata.zoo import hugging_face, model_file, sources
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from fata.zoo.sources import PAPER
@@ -37,7 +37,7 @@ def load(name: str | os.PathLike[str], *, protocol: str | None = None) -> Loaded
         raise ZooError(f"protocol={protocol!r}: choose 'sar', or None for the weights' own.")
     if protocol and asked not in (*PAPER, *PAPER.values()):
         raise ZooError(f"protocol='sar' is for {', '.join(PAPER)}, not for {name!r}.")
-    loaded = checkpoint.load(file["path"], file["arch"]) if file else _load(name)
+    loaded = model_file.load(file["path"], file["arch"]) if file else _load(name)
     if protocol:
         use = dataclasses.replace(loaded.preprocess, mean=IMAGENET_MEAN, std=IMAGENET_STD)
         loaded = dataclasses.replace(loaded, preprocess=use)

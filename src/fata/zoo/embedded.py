@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from fata.zoo import checkpoint
+from fata.zoo import model_file
 from fata.zoo.loaded import Loaded
 from fata.zoo.mini import NAMES
 
@@ -18,7 +18,7 @@ PRESETS = _WEIGHTS / "presets.json"  # written by `python -m benchmarks.presets`
 
 def load(name: str) -> Loaded:
     """One of `NAMES`, with its preset settings."""
-    loaded = checkpoint.load(_WEIGHTS / f"{name}.safetensors")
+    loaded = model_file.load(_WEIGHTS / f"{name}.safetensors")
     weights = dataclasses.replace(loaded.weights, tag=name, origin="in the package")
     presets = json.loads(PRESETS.read_text())[name]
     return dataclasses.replace(loaded, name=name, weights=weights, presets=presets)

@@ -137,7 +137,7 @@ class Mini:
         """Unknown: only files that we write have it."""
         raise ZooError(
             f"a file for {self.tag!r} must carry its preprocessing: write it with "
-            f"fata.zoo.checkpoint.save."
+            f"fata.zoo.model_file.save."
         )
 
     def build(self, classes: int) -> nn.Module:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from fata._device import Deferred
 from fata._torch import version
-from fata.engine.execution import Direct, NotFiniteError
+from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.fast.bfloat16 import HalfWeight, half_weights, in_half, logit_layers, pays_on_cpu
 from fata.engine.fast.captured import CapturedFunction, MemoryPools, StaticInputs
 from fata.engine.fast.trees import batch_of, flatten, structure

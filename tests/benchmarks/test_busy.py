@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from benchmarks import busy, race
 from PIL import Image
 
 import fata
+from benchmarks import busy, race
 from fata.bench.run.measure import measure
 from fata.data import Domain
 

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from benchmarks import scaling, share, speed
 from benchmarks.share import Share
 
 import fata
+from benchmarks import scaling, share, speed
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 import torch
-from benchmarks import endurance, ordeals, stress
 from benchmarks.ordeals import BATCH, CLASS, NORM, ORDEALS, Scene
 from benchmarks.stress import Line, Outcome, Run
 
 import fata
+from benchmarks import endurance, ordeals, stress
 
 NET = "mini_resnet_gn"
 

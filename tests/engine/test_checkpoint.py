@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import fata
 import fata.engine.checkpoint
 import fata.guard.policy
-from fata.guard.state import Event
+from fata.guard.events import Event
 from fata.testing.cases import Case, images, network
 
 STREAM = Case(None, None, "resnet_gn", 16).stream()
@@ -63,7 +63,7 @@ def test_a_new_process_goes_on_with_the_same_bits(tmp_path):
     first.save(tmp_path / "state")
     script = f"""
 import sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 import conftest, torch, fata
 from fata.testing.cases import Case, network
 adapter = fata.adapt(network("resnet_gn"), "deyo+fata", plpd_threshold=0.0)

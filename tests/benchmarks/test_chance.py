@@ -4,9 +4,9 @@ import sys
 
 import pytest
 import torch
-from benchmarks import chance
 
 import fata
+from benchmarks import chance
 
 
 def test_a_nudge_is_as_large_as_was_asked_for_and_always_the_same():

@@ -5,10 +5,10 @@ In double precision: these networks are small and untrained, and rounding grows 
 
 import pytest
 import torch
-from benchmarks import share
 from benchmarks.plain import Plain
 
 import fata
+from benchmarks import share
 from fata.methods import HOSTS
 
 SPECS = tuple(host + plus for host in HOSTS for plus in ("", "+fata"))

@@ -68,7 +68,7 @@ def test_trace(path, share, speed):
     step = [0]
     adapter = adapter_of(meta, tensors, step, speed)
     if speed == "fast":
-        adapter._engine.direct._captures = True  # the functions of a GPU, here not captured
+        adapter._engine.execution._captures = True  # the functions of a GPU, here not captured
     for name, expected in prefixed(tensors, "fisher.").items():
         torch.testing.assert_close(adapter.fisher[name], expected, atol=1e-6, rtol=2e-3)
     for t, images in enumerate(tensors["x"]):

@@ -458,7 +458,7 @@ def test_estrangement_accuses_and_hides_no_gain(monkeypatch):
     adapter = fata.adapt(build("resnet_bn"), "tent", lr=1e-6)
     for images in batches(3):
         adapter(images)
-    assert len(adapter.guard.eventss) == 2
+    assert len(adapter.guard.states) == 2
     assert not adapter.guard.events
 
 
@@ -837,7 +837,7 @@ def test_an_undone_step_leaves_what_could_be_gone_back_to(monkeypatch):
     *images, last = batches(4)
     for batch in images:
         adapter(batch)
-    before = adapter.guard.eventss
+    before = adapter.guard.states
     assert before
     sign_is(monkeypatch, adapter, adapted=HARM)
 
@@ -847,7 +847,7 @@ def test_an_undone_step_leaves_what_could_be_gone_back_to(monkeypatch):
     monkeypatch.setattr(type(adapter._engine.group), "tally", broken)
     with pytest.raises(KeyboardInterrupt):
         adapter(last)
-    assert adapter.guard.eventss == before
+    assert adapter.guard.states == before
 
 
 def test_an_image_that_overflows_does_not_blind_it():

@@ -130,7 +130,7 @@ def test_an_interrupt_inside_a_layer_leaves_its_running_statistics(
     model = network("resnet_bn")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     adapter = fata.adapt(model, spec, speed=speed, **fields)
-    adapter._engine.direct._captures = True  # as on a GPU
+    adapter._engine.execution._captures = True  # as on a GPU
     layer = next(m for m in model.modules() if isinstance(m, nn.BatchNorm2d))
     forward, own = layer.forward, layer.running_mean
 
@@ -188,7 +188,7 @@ def test_an_interrupt_at_any_line_leaves_the_running_statistics(spec, speed, fie
     layer, tracing = model.norm, sys.gettrace()
     own, before = (layer.running_mean, layer.running_var), copy.deepcopy(model.state_dict())
     adapter = fata.adapt(model, spec, speed=speed, guard=False, **fields)
-    adapter._engine.direct._captures = True  # as on a GPU
+    adapter._engine.execution._captures = True  # as on a GPU
     expected = adapter(x)
     for line in itertools.count(1):
         adapter.reset()

@@ -143,10 +143,10 @@ def test_without_padding_it_is_the_same(net, spec, monkeypatch):
     """As on a CPU, where nothing is recorded."""
     fields = half_of_the_rows(net, spec)
     padded = run(net, spec, "fast", "cpu", **fields)
-    assert padded[0]._engine.direct._captures
+    assert padded[0]._engine.execution._captures
     monkeypatch.undo()
     plain = run(net, spec, "fast", "cpu", **fields)
-    assert not plain[0]._engine.direct._captures
+    assert not plain[0]._engine.execution._captures
     same(padded, plain)
 
 
@@ -204,7 +204,7 @@ def test_half_precision_is_as_exact_as_it_can_be(net, spec, device, monkeypatch)
             dtype = adapter._engine.state.theta.dtype
             found.append(adapter(images.to(dtype)))
             moved.append(adapter._engine.state.theta - before)
-    assert halved._engine.direct._halves
+    assert halved._engine.execution._halves
     assert all(parameter.dtype == torch.float32 for parameter in halved.model.parameters())
     assert all((found != found.bfloat16()).any() for found in answers[0])  # the head is in full
     assert halved.counts["selected"] == exact.counts["selected"]
@@ -221,7 +221,7 @@ def test_half_precision_only_where_a_cpu_gains_from_it(unit, wide, monkeypatch):
     monkeypatch.setattr(half, "WIDE", wide)
     adapter = fata.adapt(build("resnet_gn"), "tent", speed="fast", guard=None)
     logits = adapter(batches("cpu")[0])
-    assert not adapter._engine.direct._halves
+    assert not adapter._engine.execution._halves
     with torch.no_grad():
         expected = build("resnet_gn").double().eval()(batches("cpu", torch.float64)[0])
     rounded = in_bfloat16(build("resnet_gn")).eval()(batches("cpu", torch.float64)[0])
@@ -259,8 +259,8 @@ def test_whatever_gives_logits_is_in_full(device, monkeypatch):
         logits = adapter(images)
         assert (logits != logits.bfloat16()).any()
     heads = {adapter.model.one, adapter.model.other}
-    assert set(adapter._engine.direct._heads) == heads
-    assert {layer for layer, _, _ in adapter._engine.direct._halves} == {
+    assert set(adapter._engine.execution._heads) == heads
+    assert {layer for layer, _, _ in adapter._engine.execution._halves} == {
         adapter.model.body[0],
         adapter.model.body[2],
     }
@@ -337,7 +337,7 @@ def test_batches_of_many_sizes_keep_few_programs():
     adapter = fata.adapt(build("resnet_gn"), "eata+fata", speed="fast", **fields)
     for size in range(1, 70):
         adapter(torch.rand(size, 3, 8, 8))
-    assert len(adapter._engine.direct._cache) == fast.MOST
+    assert len(adapter._engine.execution._cache) == fast.MOST
 
 
 class Random(fata.Method):
@@ -446,7 +446,7 @@ def test_rows_go_through_a_program_that_is_compiled_and_has_room(monkeypatch):
 
 def test_no_program_has_more_rows_than_the_batch():
     """A look of a method's own may have; BatchNorm would count the padding."""
-    engine = fata.adapt(build("resnet_bn"), "deyo", speed="fast", guard=None)._engine.direct
+    engine = fata.adapt(build("resnet_bn"), "deyo", speed="fast", guard=None)._engine.execution
     compiled = SimpleNamespace(compiled=True)
     engine._rows = 8
     engine._cache = {n: fast.Cached(compiled, n, ("predict", 8)) for n in (6, 8, 16)}
@@ -457,7 +457,7 @@ def test_no_program_has_more_rows_than_the_batch():
 
 def test_rows_whose_own_program_was_recorded_go_through_no_larger_one():
     """Than one that is as fast; others do, while they are rare."""
-    engine = fata.adapt(build("resnet_gn"), "deyo", speed="fast", guard=None)._engine.direct
+    engine = fata.adapt(build("resnet_gn"), "deyo", speed="fast", guard=None)._engine.execution
     engine._rows = 16
     for rows, compiled in ((3, False), (8, True)):
         program = SimpleNamespace(compiled=compiled)
@@ -488,7 +488,7 @@ def test_a_copy_has_programs_of_its_own(monkeypatch):
 def test_programs_end_with_their_adapter(how):
     """Not some time later: on a GPU they hold memory."""
     adapter, _ = run("resnet_gn", "tent", "fast", "cpu")
-    held = [weakref.ref(one.function) for one in adapter._engine.direct._cache.values()]
+    held = [weakref.ref(one.function) for one in adapter._engine.execution._cache.values()]
     gc.disable()
     try:
         if how == "unwrap":
@@ -564,7 +564,7 @@ def test_a_model_that_waits_adapts_without_being_recorded(device):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other, _ = run("resnet_gn", "tent", "fast", device, torch.float32, guard=None)
-    assert any(one.function._graph for one in other._engine.direct._cache.values())
+    assert any(one.function._graph for one in other._engine.execution._cache.values())
 
 
 def test_compiling_that_was_interrupted_begins_anew(monkeypatch, caplog, capsys):
@@ -763,7 +763,7 @@ def test_all_is_recorded_again_once_it_is_compiled(device, monkeypatch):
         for size in (16, 8, 12):
             for _ in range(6):
                 adapter(batches(device)[0][:size])
-    functions = [one.function for one in adapter._engine.direct._cache.values()]
+    functions = [one.function for one in adapter._engine.execution._cache.values()]
     again = [one for one in functions if one._calls > 1]
     assert again
     assert all(one._graph is not None for one in again)
@@ -917,7 +917,7 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
     own = {"memo": {"views": 2}, "cotta": {"views": 2}}
     fields = own[spec] if spec in own else half_of_the_rows(net, spec)
     adapter, _ = run(net, spec, "fast", "cpu", **fields)
-    assert adapter._engine.direct._cache
+    assert adapter._engine.execution._cache
 
 
 @pytest.mark.parametrize("device", DEVICES)

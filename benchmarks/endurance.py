@@ -2,7 +2,7 @@
 
     python -m benchmarks.endurance --batches 100000
 
-A tiny network meets a few small random images at a time, adapts with the guard, and starts anew
+A tiny network meets a few small random images at a time, adapts with the guard, and restarts
 where the guard rests, so that there is something to learn to the end. Printed is the memory of the
 process (on a GPU, torch's there too) after 1, 10, 50 and 100 % of the batches.
 """

@@ -208,7 +208,7 @@ def test_a_model_of_which_nothing_is_known_stays_on_trial(monkeypatch):
 
 def test_a_trial_without_end_begins_anew(monkeypatch):
     events, _ = followed(monkeypatch, [HARM, *[OPEN] * 6], trial=2, term=5 * 8)
-    assert events == [(1, "aside"), (4, "anew")]
+    assert events == [(1, "aside"), (4, "restart")]
 
 
 def test_an_old_model_has_its_trial_too(monkeypatch):
@@ -235,7 +235,7 @@ def test_an_even_source_answers_every_batch_between_two_looks_too(monkeypatch):
 
 def test_an_even_source_answers_when_a_model_begins_anew(monkeypatch):
     events, answered = followed(monkeypatch, [EVEN] * 8, trial=2, term=5 * 8)
-    assert events == [(1, "even"), (4, "anew")]
+    assert events == [(1, "even"), (4, "restart")]
     assert answered == [*range(1, 9)]
 
 
@@ -246,7 +246,7 @@ def test_what_was_seen_of_the_source_is_known_when_a_model_begins_anew(monkeypat
     for images in batches(5):
         adapter(images)
         known.append(int(adapter._engine.state.guard.get("adapted.long.rows", 0)))
-    assert [(event.batch, event.action) for event in adapter.guard.events] == [(3, "anew")]
+    assert [(event.batch, event.action) for event in adapter.guard.events] == [(3, "restart")]
     assert known == [0, 8, 16, 16, 24]
 
 
@@ -597,8 +597,8 @@ def sign_is(monkeypatch, adapter, **by_name):
     )
 
 
-@pytest.mark.parametrize(("value", "anew"), [(0.0, [5, 10]), (-0.2, [])])
-def test_what_has_not_proved_its_worth_begins_anew(monkeypatch, tmp_path, value, anew):
+@pytest.mark.parametrize(("value", "restarts"), [(0.0, [5, 10]), (-0.2, [])])
+def test_what_has_not_proved_its_worth_restarts(monkeypatch, tmp_path, value, restarts):
     """After so many answers; not where S is below 0 beyond doubt."""
     guard = fata.Guard(every=2, term=5 * 8)
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
@@ -610,9 +610,9 @@ def test_what_has_not_proved_its_worth_begins_anew(monkeypatch, tmp_path, value,
         adapter.save(tmp_path / "s.safetensors")  # the count goes on behind a file
         adapter.load(tmp_path / "s.safetensors")
         is_source = all(torch.equal(v, source[k]) for k, v in tensors(adapter).items())
-        assert is_source == (adapter.counts["seen"] // 8 in anew)
+        assert is_source == (adapter.counts["seen"] // 8 in restarts)
     assert [(e.batch, e.action, e.rate) for e in adapter.guard.events] == [
-        (n, "anew", 1.0) for n in anew
+        (n, "restart", 1.0) for n in restarts
     ]
 
 

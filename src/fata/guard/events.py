@@ -17,8 +17,8 @@ class Event:
     Actions: `aside`: falls back to the source model while the adapted one learns; `trusted`: the
     adapted model predicts again; `even`: falls back to the source model, whose predicted classes
     are balanced; `uneven`: the adapted model predicts again; `back`: rolled back to a snapshot, and
-    the source model predicts until it is `trusted`; `rest`: stays at the source weights; `anew`:
-    restarted from the source weights after a long time; `running`: the source model with its
+    the source model predicts until it is `trusted`; `rest`: stays at the source weights; `restart`:
+    from the source weights, after a long time; `running`: the source model with its
     running statistics, since the batch's do harm; `batch`: with the batch's again.
     """
 

@@ -223,7 +223,7 @@ class Watch:
             here = Snapshot(sign.value, state.batches + 1, state.theta, state.host, state.plus)
             self._ring.append(here)
         elif watched.answers >= self.guard.term:
-            self._go(self._source, sign, "anew")
+            self._go(self._source, sign, "restart")
         if even != watched.even:
             watched.even = even
             lacking = replace(sign, name="lacking", value=sign.lacking, margin=0.0)
@@ -254,7 +254,7 @@ class Watch:
             if sign.excess > 0:
                 self._roll_back(sign)
             elif watched.answers >= self.guard.term and not sign.good:
-                self._go(self._source, sign, "anew")
+                self._go(self._source, sign, "restart")
         return False
 
     def _mixed_again(self, sign: Evidence) -> bool:

@@ -113,14 +113,14 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
         "uneven": "adapted predictions are returned again",
         "back": "rolled back to batch {to}, {rate:.2g} of the learning rate; source predictions",
         "rest": "adaptation pauses at the source weights",
-        "anew": "restarts from the source weights",
+        "restart": "restarts from the source weights",
         "running": "predicts with the running statistics",
         "batch": "adapts again, with the batch's statistics",
     }
     return {
         "x": [event["batch"] for event in events],
         "y": [curve[what][place] for place in places],
-        "text": [texts[event["action"]].format(**event) for event in events],
+        "text": [texts.get(e["action"], e["action"]).format(**e) for e in events],
         "name": name,
         "meta": _domain(record),
         "mode": "markers",

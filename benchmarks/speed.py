@@ -255,7 +255,7 @@ def run(args: argparse.Namespace) -> list[Line]:
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--models", nargs="+", default=list(mini.NAMES))
+    parser.add_argument("--models", nargs="+", default=list(mini.CIFAR10))
     parser.add_argument("--methods", nargs="+", default=list(SPECS), choices=SPECS)
     parser.add_argument("--speeds", nargs="+", default=["exact", "fast"], choices=["exact", "fast"])
     parser.add_argument("--batch", type=int, default=64)

@@ -28,7 +28,7 @@ from benchmarks.speed import conditions, markdown
 from fata.data import DataError
 from fata.methods import HOSTS
 from fata.network.norms import batch_norms
-from fata.zoo import embedded
+from fata.zoo import embedded, mini
 
 METHODS = ("tent", "tent+fata", "eata+fata", "sar", "deyo+fata")
 BOUND = -1.0  # points
@@ -208,7 +208,7 @@ def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--data", default="embedded")
-    parser.add_argument("--models", nargs="+", default=list(embedded.NAMES), choices=embedded.NAMES)
+    parser.add_argument("--models", nargs="+", default=list(mini.CIFAR10), choices=embedded.NAMES)
     specs = [host + plus for host in HOSTS for plus in ("", "+fata")]
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=specs)
     parser.add_argument("--only", nargs="+", default=list(ORDEALS), choices=ORDEALS)

@@ -4,8 +4,9 @@
     python scripts/train_embedded.py --data DIR --out DIR --model tiny200_vit --minutes 9
 
 DIR holds CIFAR-10's files for the `mini_*` networks, and `train.*.npz` and `val.npz` for the
-`tiny200_*` ones. With `--minutes` a run ends in time and the next one continues it, bit for bit,
-from `NAME.resume.pt` in the output folder.
+`tiny200_*` ones. `tiny200_vit` also learns from the predictions of `tiny200_resnet_bn`, which must
+be in the output folder. With `--minutes` a run ends in time and the next one continues it, bit for
+bit, from `NAME.resume.pt` in that folder.
 
 Everything is resident on the device. The augmentation holds none of the corruptions that the
 benchmark (or the choice of settings) uses: shifts, flips, affine maps, solarising, posterising,
@@ -78,23 +79,27 @@ class Recipe:
     warmup: float = 0.05  # of the steps
     cutmix: float = 0.0  # share of the batches; the others have mixup
     average: float = 0.0  # decay of the moving average of the weights, which is kept; 0: none
+    plain: float = 0.0  # of the epochs, at the end, without mixing and holes
+    teacher: str = ""  # a network trained before, whose predictions are half of the target
 
 
 RECIPES = {
     "mini_resnet_bn": Recipe(90, "sgd", 0.4, 5e-4),
     "mini_resnet_gn": Recipe(110, "sgd", 0.2, 5e-4),
     "mini_vit": Recipe(130, "adamw", 1e-3, 0.05),
-    "tiny200_resnet_bn": Recipe(150, "sgd", 0.4, 5e-4, cutmix=0.5, average=0.999),
-    "tiny200_resnet_gn": Recipe(150, "sgd", 0.2, 5e-4, cutmix=0.5, average=0.999),
-    "tiny200_vit": Recipe(200, "adamw", 1e-3, 0.05, cutmix=0.5, average=0.999),
+    "tiny200_resnet_bn": Recipe(170, "sgd", 0.4, 5e-4, cutmix=0.5, average=0.999, plain=0.1),
+    "tiny200_resnet_gn": Recipe(140, "sgd", 0.2, 5e-4, cutmix=0.5, average=0.999, plain=0.1),
+    "tiny200_vit": Recipe(
+        200, "adamw", 1e-3, 0.05, cutmix=0.5, average=0.999, plain=0.1, teacher="tiny200_resnet_bn"
+    ),
 }
 
 
 # -- images -------------------------------------------------------------------------------------
 
 
-def augmented(pixels: Tensor, g: torch.Generator) -> Tensor:
-    """Each image its own map, colours and hole."""
+def augmented(pixels: Tensor, g: torch.Generator, holes: bool = True) -> Tensor:
+    """Each image its own map, colours and, if wanted, hole."""
     n, _, side, _ = pixels.shape
 
     def uniform(low: float, high: float, *shape: int) -> Tensor:
@@ -124,6 +129,8 @@ def augmented(pixels: Tensor, g: torch.Generator) -> Tensor:
     x = torch.where(chosen(0.1), (x * levels).floor() / levels, x)
     swapped = x[:, torch.randperm(3, generator=g, device=x.device)]
     x = torch.where(chosen(0.1), swapped, x)
+    if not holes:
+        return x
     hole = _squares(uniform(0, side, 2).floor(), 5, side)
     return torch.where(hole & chosen(0.5), 0.5, x)
 
@@ -196,7 +203,15 @@ def optimizer_of(model: nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
 class Training:
     """One network in training: supervised, bfloat16, a cosine after a short warm-up."""
 
-    def __init__(self, name: str, data: Data, recipe: Recipe, seed: int, device: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        data: Data,
+        recipe: Recipe,
+        seed: int,
+        device: str,
+        teacher: nn.Module | None = None,
+    ) -> None:
         torch.manual_seed(seed)
         self.data, self.recipe, self.epoch = data, recipe, 0
         model = mini.build(name, data.classes)
@@ -204,7 +219,10 @@ class Training:
         decay = get_ema_multi_avg_fn(recipe.average)
         self.average = AveragedModel(self.model, multi_avg_fn=decay, use_buffers=True)
         self.optimizer = optimizer_of(self.model, recipe)
-        self.forward = torch.compile(self.model) if device.startswith("cuda") else self.model
+        self.forward, self.teacher = self.model, teacher
+        if device.startswith("cuda"):
+            self.forward = torch.compile(self.model)
+            self.teacher = teacher and torch.compile(teacher.to(memory_format=torch.channels_last))
         self.generator = torch.Generator(device).manual_seed(seed)
         self.device = torch.device(device)
 
@@ -233,16 +251,19 @@ class Training:
         recipe, g = self.recipe, self.generator
         self.model.train()
         order = torch.randperm(len(images), generator=g, device=self.device)
+        plain = self.epoch >= round((1 - recipe.plain) * recipe.epochs)
         batches = order[: len(order) // recipe.batch * recipe.batch].split(recipe.batch)
         for step, index in enumerate(batches, self.epoch * len(batches)):
             self._set_rate(step, recipe.epochs * len(batches))
-            x = augmented(images[index].float() / 255, g)
+            x = augmented(images[index].float() / 255, g, holes=not plain)
             y = F.one_hot(labels[index], self.data.classes).float()
-            x, y = mixed(x, y, recipe.cutmix, g)
+            if not plain:
+                x, y = mixed(x, y, recipe.cutmix, g)
             x = self.data.preprocess(x).contiguous(memory_format=torch.channels_last)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=x.is_cuda):
                 logits = self.forward(x)
-            loss = F.cross_entropy(logits.float(), y, label_smoothing=SMOOTHING)
+                y = self._target(x, y)
+            loss = F.cross_entropy(logits.float(), y)
             self.optimizer.zero_grad(set_to_none=True)
             loss.backward()
             if recipe.optimizer == "adamw":
@@ -251,6 +272,12 @@ class Training:
             self.average.update_parameters(self.model)
         self.epoch += 1
         return loss.item()
+
+    @torch.no_grad()
+    def _target(self, x: Tensor, y: Tensor) -> Tensor:
+        """Smoothed labels; the mean of these and the teacher's predictions, if there is one."""
+        y = (1 - SMOOTHING) * y + SMOOTHING / self.data.classes
+        return y if self.teacher is None else (y + self.teacher(x).float().softmax(1)) / 2
 
     def _set_rate(self, step: int, total: int) -> None:
         warm = max(1, int(self.recipe.warmup * total))
@@ -301,7 +328,11 @@ def train(name: str, data: Data, args: argparse.Namespace, end: float) -> None:
     sets = [tensor.to(args.device) for tensor in read(data, args.data, args.limit)]
     recipe = RECIPES[name]
     recipe = Recipe(**{**asdict(recipe), "epochs": args.epochs or recipe.epochs})
-    training = Training(name, data, recipe, args.seed, args.device)
+    teacher = None
+    if recipe.teacher:
+        file = args.out / f"{recipe.teacher}.safetensors"
+        teacher = model_file.load(file).model.to(args.device).eval().requires_grad_(False)
+    training = Training(name, data, recipe, args.seed, args.device, teacher)
     resume = args.out / f"{name}.resume.pt"
     if resume.exists():
         training.resume(resume)

@@ -116,7 +116,7 @@ def test_training_mixes_labels_as_it_mixes_images(cutmix):
 
 def test_the_training_script_learns(pictures, monkeypatch):
     """Shown two classes in a short run of the same code, a network predicts no other."""
-    monkeypatch.setattr(script, "augmented", lambda pixels, g: pixels)
+    monkeypatch.setattr(script, "augmented", lambda pixels, g, holes: pixels)
     two = torch.cat([torch.nonzero(pictures.labels == label)[:8, 0] for label in (0, 9)])
     recipe = replace(script.RECIPES["mini_resnet_gn"], batch=16, lr=0.1, epochs=12)
     training = script.Training("mini_resnet_gn", script.CIFAR10, recipe, 0, "cpu")

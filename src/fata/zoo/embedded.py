@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fata.zoo import model_file
 from fata.zoo.loaded import Loaded
-from fata.zoo.mini import NAMES
+from fata.zoo.mini import CIFAR10 as NAMES
 
 __all__ = ["NAMES", "PRESETS", "load"]
 

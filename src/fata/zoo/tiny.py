@@ -52,6 +52,7 @@ class ResNet(nn.Module):
         classes: int,
         widths: Sequence[int] = (8, 16, 24, 32),
         depths: Sequence[int] = (1, 1, 1, 1),
+        strides: Sequence[int] = (1, 2, 2, 2),
         groups: int = 4,
     ) -> None:
         super().__init__()
@@ -63,7 +64,7 @@ class ResNet(nn.Module):
                 Residual(norm, groups, inside, outside, stride),
                 *(Residual(norm, groups, outside, outside, 1) for _ in range(depth - 1)),
             )
-            for (inside, outside), depth, stride in zip(sides, depths, (1, 2, 2, 2), strict=True)
+            for (inside, outside), depth, stride in zip(sides, depths, strides, strict=True)
         )
         self.fc = nn.Linear(widths[3], classes)
 

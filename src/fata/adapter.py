@@ -30,6 +30,7 @@ from fata.methods.source import Norm
 from fata.network.parameters import Params
 
 RECOMMENDED = "eata+fata"
+BALANCED = {"balance": True, "fata_balance": True}
 log = logging.getLogger("fata")
 
 
@@ -357,8 +358,8 @@ def adapt(
     Args:
         model: maps images to logits, or to an object with `.logits`.
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `cotta`, `memo`, `fata`, or a host
-            with it, such as `deyo+fata`. None: the recommended one, `eata+fata`, and without
-            `fisher_data` with `fisher_alpha=0`.
+            with it, such as `deyo+fata`. None: the recommended one, `eata+fata` with both terms
+            balanced over the classes, and without `fisher_data` with `fisher_alpha=0`.
         lr: learning rate, `paper` or `release`; this and the others as in `Adapter`.
         params: which parameters adapt.
         fisher_data: batches of clean images for EATA.
@@ -376,7 +377,7 @@ def adapt(
         torch.Size([4, 10])
     """
     if spec is None:
-        spec = RECOMMENDED
+        spec, fields = RECOMMENDED, {**BALANCED, **fields}
         if fisher_data is None:
             fields = {"fisher_alpha": 0, **fields}
     method, plus = parse(spec, **fields)

@@ -9,6 +9,7 @@ from fata.testing.checks import CHECKS
 
 # Fields with which a method selects some, but not all, rows of small networks with 10 classes.
 EATA = {"redundancy": 0.6, "fisher_alpha": 1.0}
+BALANCED = {"balance": True, "fata_balance": True}
 TABLE = {
     "source": {},
     "norm": {},
@@ -23,26 +24,30 @@ TABLE = {
     "eata+fata": EATA,
     "sar+fata": {},
     "deyo+fata": {"plpd_threshold": 0.0},
+    "tent balanced": {"balance": True},
+    "eata+fata balanced": {**EATA, **BALANCED},
+    "sar+fata balanced": BALANCED,
+    "deyo+fata balanced": {"plpd_threshold": 0.0, **BALANCED},
 }
 
 
 def test_the_table_has_every_method():
-    assert set(TABLE) == set(SPECS)
+    assert {name.split()[0] for name in TABLE} == set(SPECS)
 
 
 def cases():
     """Every check of every method on every network; `make test` takes the networks in turn."""
     for c, check in enumerate(CHECKS):
-        for s, spec in enumerate(TABLE):
+        for s, name in enumerate(TABLE):
             for n, net in enumerate(fata.tiny.NAMES):
                 for rows in ROWS:
                     its_turn = (c + s) % len(fata.tiny.NAMES) == n and rows == max(ROWS)
-                    name = f"{check.__name__}-{spec}-{net}-b{rows}"
+                    label = f"{check.__name__}-{name}-{net}-b{rows}"
                     marks = () if its_turn else pytest.mark.slow
-                    yield pytest.param(check, spec, net, rows, id=name, marks=marks)
+                    yield pytest.param(check, name, net, rows, id=label, marks=marks)
 
 
-@pytest.mark.parametrize(("check", "spec", "net", "rows"), list(cases()))
-def test_battery(check, spec, net, rows):
-    method, plus = parse(spec, **TABLE[spec])
+@pytest.mark.parametrize(("check", "name", "net", "rows"), list(cases()))
+def test_battery(check, name, net, rows):
+    method, plus = parse(name.split()[0], **TABLE[name])
     check(Case(method, plus, net, rows))

@@ -40,6 +40,7 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
     """The state as tensors by name, and `meta`; `source` is the model's fingerprint."""
     state, theta = engine.state, engine.theta
     groups = {"host": state.host, "plus": state.plus, "guard": state.guard}
+    groups["classes"] = state.classes
     if not _episodic(engine):
         groups["parameter"] = dict(zip(theta.names, theta.split(state.theta), strict=True))
         groups["momentum"] = dict(zip(theta.names, theta.split(state.velocity), strict=True))
@@ -122,6 +123,7 @@ def unpack(
         meta["seed"],
         memory("host."),
         memory("plus."),
+        memory("classes."),
         meta["batches"],
         meta["share"],
         dict(meta["counts"]),
@@ -177,7 +179,8 @@ def _check_same(mine: Mapping[str, Any], other: Mapping[str, Any]) -> None:
     for part in ("method", "plus"):
         ours, theirs = mine[part] or {}, other[part] or {}
         for field in ours:
-            if field != "layer" and ours[field] != theirs.get(field):
+            # a state of an older version has not all fields; those were off
+            if field != "layer" and ours[field] != theirs.get(field, False):
                 raise StateError(
                     f"the state was adapted with {field}={theirs.get(field)!r}; this adapter has "
                     f"{field}={ours[field]!r}"

@@ -56,7 +56,7 @@ class Direct:
         """
         with torch.set_grad_enabled(dense):
             first = self.step.first(given)
-        terms = self.step.select(batch(first.logits.detach()), given.host)
+        terms = self.step.select(batch(first.logits.detach()), given)
         finite = terms.batch.finite
         carries = first if dense else None
         return Seen(terms, first.perturb, finite, torch.ones_like(finite), first=carries)

@@ -211,7 +211,8 @@ class Engine:
     def _step(self, images: Tensor) -> Tensor:
         """The step of one batch; see the top of this file."""
         state = self.state
-        given = Given(self.execution.place(images), self._noise(images), state.host, state.plus)
+        placed, noise = self.execution.place(images), self._noise(images)
+        given = Given(placed, noise, state.host, state.plus, state.classes)
         rate = self.rate(self.group.rows(len(images))) * state.watched.scale
         moving = Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
         dense = self.coupled or state.share >= DENSE
@@ -225,6 +226,8 @@ class Engine:
         if moved is not None:
             state.theta, state.velocity, state.host, stepped, dropped = moved
             state.count(stepped=stepped, dropped=dropped)
+        if terms.mean_probs:
+            state.classes = {"mean_probs": terms.mean_probs[0]}
         if self._recover():
             self.theta.write(state.theta)
         if self.plus and seen.perturb:
@@ -364,6 +367,7 @@ class Engine:
         state.theta, state.velocity = state.theta.to(here), state.velocity.to(here)
         state.host = {name: tensor.to(here) for name, tensor in state.host.items()}
         state.plus = {name: tensor.to(here) for name, tensor in state.plus.items()}
+        state.classes = {name: tensor.to(here) for name, tensor in state.classes.items()}
         state.guard = {name: tensor.to(here) for name, tensor in state.guard.items()}
         if self.watch:
             self.watch.forget()

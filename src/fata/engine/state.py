@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -23,6 +23,7 @@ class State:
     seed: int
     host: Memory = field(default_factory=dict)
     plus: Memory = field(default_factory=dict)
+    classes: Memory = field(default_factory=dict)  # the mean prediction, where a term is balanced
     batches: int = 0
     share: float = 0.0  # moving average of the share of selected rows
     counts: dict[str, int | Tensor] = field(default_factory=dict)
@@ -65,14 +66,16 @@ class Terms:
     batch: Batch
     host: Selection
     plus: Selection
+    mean_probs: Sequence[Tensor] = ()  # one where a term is balanced over the classes, or none
 
     def at(self, index: Tensor) -> Terms:
         """The same, of the rows `index` only."""
-        return Terms(self.batch.at(index), self.host.at(index), self.plus.at(index))
+        batch, host, plus = self.batch.at(index), self.host.at(index), self.plus.at(index)
+        return Terms(batch, host, plus, self.mean_probs)
 
     def among(self, rows: Tensor) -> Terms:
         """What is selected here and also true in `rows`."""
-        return Terms(self.batch, self.host.among(rows), self.plus.among(rows))
+        return replace(self, host=self.host.among(rows), plus=self.plus.among(rows))
 
 
 class Given(NamedTuple):
@@ -82,6 +85,7 @@ class Given(NamedTuple):
     noise: Sequence[Tensor]  # FATA's alpha and beta, or nothing
     host: Memory
     plus: Memory
+    classes: Memory
 
 
 class Rows(NamedTuple):

@@ -25,6 +25,7 @@ from torch import Tensor
 from fata.engine.network import Network, stand_in
 from fata.engine.state import Given, Moved, Moving, Pass, Rows, Terms
 from fata.engine.updates import ascend, guarded_sgd
+from fata.methods.balance import mean_prediction, rarity
 from fata.methods.base import Batch, Memory, Method
 from fata.methods.fata import Fata, Perturb
 from fata.methods.losses import weighted_mean
@@ -51,6 +52,11 @@ class Step:
         self.source = theta.read()
         self.fisher: Tensor | None = None
 
+    @property
+    def balanced(self) -> bool:
+        """Whether a term is balanced over the classes."""
+        return self.method.balance or bool(self.plus and self.plus.balance)
+
     def first(self, given: Given) -> Pass:
         """A pass over the whole batch, with FATA's perturbation of it."""
 
@@ -62,11 +68,12 @@ class Step:
 
         return self.network.tapped(given.images, perturbation)
 
-    def select(self, batch: Batch, memory: Memory) -> Terms:
+    def select(self, batch: Batch, given: Given) -> Terms:
         """The rows that each term selects, of those with finite logits."""
-        host = self.method.select(batch, memory)
+        host = self.method.select(batch, given.host)
         plus = self.plus.select(batch) if self.plus else Selection.none(batch.entropy)
-        return Terms(batch, host, plus).among(batch.finite)
+        means = [mean_prediction(batch, given.classes)] if self.balanced else []
+        return Terms(batch, host, plus, means).among(batch.finite)
 
     def climb(self, here: Pass, at: Terms, theta: Tensor) -> tuple[Tensor]:
         """SAM's ascent point, by the host's loss alone."""
@@ -127,10 +134,13 @@ class Step:
         """Gradient of the sum of the terms' weighted means."""
         group = self.network.group
         self.network.passed(rows_backward=len(here.logits))
-        loss = weighted_mean(self.method.loss(here.logits), at.host, group)
+        rare = rarity(at.batch, *at.mean_probs) if at.mean_probs else None
+        rows, counted = self.method.loss(here.logits), rare if self.method.balance else None
+        loss = weighted_mean(rows, at.host, group, counted)
         if self.plus and here.augmented:
             rows = self.plus.row_loss(here.augmented(), here.logits, at.batch)
-            loss = loss + weighted_mean(rows, at.plus, group)
+            counted = rare if self.plus.balance else None
+            loss = loss + weighted_mean(rows, at.plus, group, counted)
         return group.sum(self.theta.gradient(loss))
 
     def _regulariser(self, theta: Tensor) -> Tensor:

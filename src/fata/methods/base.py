@@ -79,7 +79,12 @@ class Method:
 
     `select` is pure: the same batch and memory give the same rows. `observe` is the only place
     where memory changes. The engine does the rest.
+
+    Args:
+        balance: whether all predicted classes have equal parts in the loss (`balance.py`).
     """
+
+    balance: bool = dataclasses.field(default=False, kw_only=True)
 
     name: ClassVar[str]
     params: ClassVar[str | None] = "norm-truncated"  # None: nothing adapts

@@ -47,6 +47,7 @@ class Fata:
             the released code.
         noise: `noise(rows, channels)` gives alpha and beta instead of drawing them.
         weight: factor of the loss; at 0 nothing is selected and the host is itself.
+        balance: whether all predicted classes have equal parts in the loss; the paper's have not.
     """
 
     layer: str = "auto"
@@ -59,6 +60,7 @@ class Fata:
     bn_stats: str = "separate"
     noise: Callable[[int, int], Sequence[Tensor]] | None = None
     weight: float = 1.0
+    balance: bool = False
 
     name = "fata"
 

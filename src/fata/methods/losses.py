@@ -32,8 +32,12 @@ def _log_probs(logits: Tensor) -> Tensor:
     return F.log_softmax(logits, 1).clamp(min=-1e4)
 
 
-def weighted_mean(values: Tensor, selection: Selection, group: Ranks = SINGLE) -> Tensor:
+def weighted_mean(
+    values: Tensor, selection: Selection, group: Ranks = SINGLE, rarity: Tensor | None = None
+) -> Tensor:
     """Mean of weight x value over the selected rows; 0 where none is selected.
+
+    With `rarity` (at least 1 for each row), rows count as much in the mean.
 
     In a group it is this rank's part of it: the sum of all parts is the mean.
     It divides by the number of selected rows, never by the batch. Rows that are not selected are
@@ -41,4 +45,7 @@ def weighted_mean(values: Tensor, selection: Selection, group: Ranks = SINGLE) -
     """
     rows = selection.rows
     weighted = torch.where(rows, selection.weights, 0) * torch.where(rows, values, 0)
-    return weighted.sum() / group.sum(rows.sum()).clamp(min=1)
+    if rarity is None:
+        return weighted.sum() / group.sum(rows.sum()).clamp(min=1)
+    counted = torch.where(rows, rarity, 0)
+    return (counted * weighted).sum() / group.sum(counted.sum()).clamp(min=1)

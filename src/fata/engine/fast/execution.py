@@ -55,7 +55,8 @@ class Outcome(NamedTuple):
     pixels: Tensor  # whether all of the images' are
     host: Selection
     plus: Selection
-    perturb: Sequence[Perturb]  # one, or none
+    mean_probs: Sequence[Tensor]  # one, or none
+    perturb: Sequence[Perturb]  # likewise
 
 
 @dataclass
@@ -172,9 +173,9 @@ class Fast(Direct):
             moved, outcome = self._captured("whole", self._whole, given, moving, moves=True)
             if fine and not fine.read():  # known while the capture still runs
                 raise NotFiniteError
-        terms = Terms(batch(outcome.logits), outcome.host, outcome.plus)
+        terms = Terms(batch(outcome.logits), outcome.host, outcome.plus, outcome.mean_probs)
         if method.select_runs_model:
-            terms = self.step.select(terms.batch, given.host)
+            terms = self.step.select(terms.batch, given)
         perturb = outcome.perturb[0] if outcome.perturb else None
         pixels = outcome.pixels.expand_as(outcome.finite)
         climbed = dense and sharp
@@ -217,7 +218,7 @@ class Fast(Direct):
         if self.step.method.select_runs_model:
             nothing = Selection.none(batch.entropy)
             return first, Terms(batch, nothing, nothing)
-        return first, self.step.select(batch, given.host)
+        return first, self.step.select(batch, given)
 
     # -- padding ------------------------------------------------------------------------------
 
@@ -320,4 +321,5 @@ class Fast(Direct):
 def _outcome(first: Pass, terms: Terms) -> Outcome:
     perturb = [first.perturb] if first.perturb else []
     batch, pixels = terms.batch, terms.batch.images.isfinite().all()
-    return Outcome(batch.logits, batch.finite, pixels, terms.host, terms.plus, perturb)
+    means = terms.mean_probs
+    return Outcome(batch.logits, batch.finite, pixels, terms.host, terms.plus, means, perturb)

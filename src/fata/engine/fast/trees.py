@@ -31,7 +31,10 @@ NODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda parts, fixed: Perturb(*parts, *fixed),
     ),
     Batch: (lambda b: ([b.images, b.logits], None), lambda parts, _: batch_of(*parts)),
-    Terms: (lambda t: ([t.batch, t.host, t.plus], None), lambda parts, _: Terms(*parts)),
+    Terms: (
+        lambda t: ([t.batch, t.host, t.plus, t.mean_probs], None),
+        lambda parts, _: Terms(*parts),
+    ),
 }
 
 

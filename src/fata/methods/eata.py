@@ -19,12 +19,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fata.methods.base import Batch, Memory, Method, in_range, is_threshold
+from fata.methods.base import Batch, Memory, in_range, is_threshold
+from fata.methods.come import EntropyMethod
 from fata.methods.selection import Selection, confidence, distinct, reliable
 
 
 @dataclass(frozen=True)
-class Eata(Method):
+class Eata(EntropyMethod):
     """Learns from reliable rows that are unlike the mean prediction, and stays near the source.
 
     Args:
@@ -48,16 +49,18 @@ class Eata(Method):
 
     def __post_init__(self) -> None:
         """Raise for fields out of range."""
+        super().__post_init__()
         is_threshold(self, "threshold", unlimited=False)
         in_range(self, "redundancy", 0, hint=" (1 or more: no filter)")
         in_range(self, "fisher_alpha", 0)
 
     def select(self, batch: Batch, memory: Memory) -> Selection:
         """Reliable and not redundant; confident rows weigh more."""
-        keep = reliable(batch.entropy, self.threshold, batch.classes)
+        entropy = self.entropy_of(batch)
+        keep = reliable(entropy, self.threshold, batch.classes)
         if memory:
             keep &= distinct(batch.probs, memory["mean_probs"], self.redundancy) | ~memory["begun"]
-        return Selection(keep, confidence(batch.entropy, self.threshold, batch.classes))
+        return Selection(keep, confidence(entropy, self.threshold, batch.classes))
 
     def regulariser(self, theta: Tensor, source: Tensor, fisher: Tensor | None) -> Tensor | None:
         """EWC: a sum_j F_j (theta_j - theta0_j)^2."""

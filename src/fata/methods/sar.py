@@ -20,13 +20,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fata.methods.base import Batch, Memory, Method, in_range, is_threshold
+from fata.methods.base import Batch, Memory, in_range, is_threshold
+from fata.methods.come import EntropyMethod
 from fata.methods.losses import weighted_mean
 from fata.methods.selection import Selection, reliable
 
 
 @dataclass(frozen=True)
-class Sar(Method):
+class Sar(EntropyMethod):
     """Learns from reliable rows by SAM, and recovers from a collapse.
 
     Args:
@@ -44,6 +45,7 @@ class Sar(Method):
 
     def __post_init__(self) -> None:
         """Raise for fields out of range."""
+        super().__post_init__()
         is_threshold(self, "threshold")
         in_range(self, "rho", 0)
         in_range(self, "recovery", 0, hint=" nats (0: never recover)")
@@ -55,13 +57,13 @@ class Sar(Method):
 
     def select(self, batch: Batch, memory: Memory) -> Selection:
         """Reliable rows, with weight 1."""
-        rows = reliable(batch.entropy, self.threshold, batch.classes)
+        rows = reliable(self.entropy_of(batch), self.threshold, batch.classes)
         return Selection(rows, batch.entropy.new_ones(()))
 
     def observe(self, batch: Batch, selection: Selection, memory: Memory) -> Memory:
         """Average the entropy of the second pass; stay where it selected none."""
         group = batch.group
-        now = group.sum(weighted_mean(batch.entropy, selection, group))
+        now = group.sum(weighted_mean(self.entropy_of(batch), selection, group))
         old = memory.get("entropy", torch.full_like(now, torch.inf))
         moved = torch.where(old.isinf(), now, 0.9 * old + 0.1 * now)
         return {"entropy": torch.where(group.sum(selection.rows.sum()) > 0, moved, old)}

@@ -13,12 +13,13 @@ from typing import ClassVar
 
 import torch
 
-from fata.methods.base import Batch, Memory, Method
+from fata.methods.base import Batch, Memory
+from fata.methods.come import EntropyMethod
 from fata.methods.selection import Selection
 
 
 @dataclass(frozen=True)
-class Tent(Method):
+class Tent(EntropyMethod):
     """Minimises the entropy of every row."""
 
     name: ClassVar[str] = "tent"

@@ -1,4 +1,4 @@
-"""The entropy of opinion: its range, its gradient, and logits at which the formula is not finite."""
+"""The entropy of opinion: range, gradient, and logits at which the formula is not finite."""
 
 import math
 

@@ -137,18 +137,22 @@ def _show_and_write(
     name: str, made: SideBySide, records: Sequence[Record], output: Path | None, kind: str
 ) -> None:
     from fata.bench.paper.side_by_side import FORMATS
+    from fata.bench.report.remarks import remarks
     from fata.bench.report.tables import comparisons
     from fata.commands.show_side_by_side import show
 
     show(made)
     for note in made.notes:
         say(f"- {note}")
+    tables = comparisons(records)
+    for line in dict.fromkeys(line for table in tables for line in remarks(table)):
+        say(f"- {line}")
     if output is None:
         return
     if kind == "html":
         from fata.bench.report.page import page
 
-        content = page(comparisons(records), f"fata reproduce {name}")
+        content = page(tables, f"fata reproduce {name}")
     else:
         content = FORMATS[kind](made)
     try:

@@ -9,7 +9,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fata.bench.report.tables import Comparison, domain_name, hosts_of, labels, settings
+from fata.bench.report.names import hosts_of, labels, settings
+from fata.bench.report.tables import Comparison, domain_name
 from fata.bench.store import Record
 from fata.bench.summary import BINS
 

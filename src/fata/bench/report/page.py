@@ -5,7 +5,6 @@ The templates escape every name by themselves: a folder may be called anything.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +16,8 @@ from plotly.offline import get_plotlyjs
 
 from fata.bench.report.figures import ENTROPIES, Figure, colours, domains, figures
 from fata.bench.report.formats import text
+from fata.bench.report.protocol import in_words
+from fata.bench.report.remarks import cautions, remarks
 from fata.bench.report.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -75,13 +76,13 @@ def _asset(name: str) -> Markup:
 
 def _section(number: int, comparison: Comparison) -> dict[str, Any]:
     columns = (*comparison.columns, AVERAGE)
-    seeds = len({record.protocol["seed"] for record in comparison.records})
     return {
         "comparison": comparison,
         "groups": list(_groups(columns)),
         "columns": [(name, SHORT.get(name, name)) for name in columns],
         "rows": [_row(comparison, line, columns) for line in comparison.lines],
-        "notes": (f"{seeds} seed{'s' if seeds > 1 else ''}", *comparison.notes),
+        "protocol": in_words(comparison),
+        "remarks": (*cautions(comparison.records), *remarks(comparison)),
         "legend": _legend(comparison),
         "domains": domains(comparison.records),
         "methods": [line.method for line in comparison.lines],
@@ -89,17 +90,7 @@ def _section(number: int, comparison: Comparison) -> dict[str, Any]:
             drawing(f"figure-{number}-{place}", title, figure)
             for place, (title, figure) in enumerate(figures(comparison).items())
         ],
-        "protocols": _protocols(comparison),
     }
-
-
-def _protocols(comparison: Comparison) -> str:
-    protocols = [
-        {**{k: v for k, v in r.protocol.items() if k not in ("domains", "seed")}, **r.circumstances}
-        for r in comparison.records
-    ]
-    distinct = dict.fromkeys(json.dumps(p, indent=1, sort_keys=True) for p in protocols)
-    return "\n".join(list(distinct)[:20])
 
 
 def _legend(comparison: Comparison) -> list[dict[str, Any]]:
@@ -135,20 +126,18 @@ def _row(comparison: Comparison, line: Line, columns: Sequence[str]) -> dict[str
     cells = []
     for column in columns:
         value = line.at(column)
-        marks = [("", "best", "second")[comparison.rank(column, line)]]
-        if value is not None and value.collapsed:
-            marks.append("collapsed")
+        marks = [("", "best", "level")[comparison.rank(column, line)]]
+        if value is not None:
+            marks += ["collapsed"] * bool(value.collapsed) + ["idle"] * bool(value.idle)
         shown = text(value, deviation=column == AVERAGE)
         cells.append({"marks": " ".join(filter(None, marks)), "text": shown})
-    gain = "" if line.gain is None else f"{line.gain:+.2f}"
-    way = {"+": "up", "-": "down"}.get(gain[:1], "") if gain not in ("+0.00", "-0.00") else ""
     return {
         "spec": _spec(line),
         "method": line.method,
         "plus": "+" in line.method,
         "cells": cells,
-        "gain": gain,
-        "way": way,
+        "gain": line.gain or "",
+        "way": ("noise", "up", "down")[line.gain.sign if line.gain else 0],
     }
 
 

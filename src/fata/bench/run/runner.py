@@ -26,6 +26,7 @@ from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, st
 from fata.data.dataset import ImageFiles
 from fata.data.serve import Decoded
 from fata.guard.policy import log
+from fata.network.norms import batch_norms
 from fata.window import Window
 from fata.zoo import Loaded
 
@@ -129,12 +130,23 @@ class CellRunner:
         try:
             batches = serve.batches(stream, decoded, device, self.skip_damaged)
             window = Window(adapter, cell.window) if cell.window else None
-            return measure(adapter, loaded, stream, batches, device, macs, tick, window)
+            result = measure(adapter, loaded, stream, batches, device, macs, tick, window)
+            return {**result, **self._settings(cell, loaded)}
         finally:
             log.setLevel(level)
             adapter.reset()
             if cell.speed == "exact":
                 self._unwrap()
+
+    def _settings(self, cell: Cell, loaded: Loaded) -> dict[str, Any]:
+        """What a table tells of a cell besides its protocol."""
+        rate = cell.rate(loaded)
+        return {
+            "lr": rate.value,
+            "lr_origin": rate.origin,
+            "given": sorted(cell.fields),
+            "batch_norm": bool(batch_norms(loaded.model)),
+        }
 
     def macs(self, model: str, adapter: Adapter) -> tuple[Macs, Macs]:
         """MACs of a pass over a model, and over the tail behind an adapter's layer; once."""

@@ -6,6 +6,7 @@ import re
 import sqlite3
 
 import pytest
+from selenium.webdriver.support.ui import WebDriverWait
 from typer.testing import CliRunner
 
 from fata.bench.report.figures import MEAN, domains, figures
@@ -247,21 +248,35 @@ def opened(browser, tmp_path, content):
     path = tmp_path / "page.html"
     path.write_text(content.replace("<head>", f"<head>{watch}"), encoding="utf-8")
     browser.get(path.as_uri())
+    WebDriverWait(browser, 60).until(
+        lambda page: page.execute_script("return document.body.dataset.ready || window.wrong[0]")
+    )
     assert browser.execute_script("return window.wrong") == []
 
 
 def lines_drawn(browser):
-    script = "return document.querySelector('.plot').data.map(line => line.name)"
-    return browser.execute_script(script)
+    """Names in the first figure of a section; bands are outlines without a legend."""
+    figure = "document.querySelector('section .plot').data"
+    named = f"return {figure}.filter(line => !line.fill).map(line => line.name)"
+    return browser.execute_script(named)
+
+
+def open_details(browser):
+    for details in browser.find_elements("css selector", "details:not([open]) > summary"):
+        browser.execute_script("arguments[0].click()", details)
+    browser.execute_async_script("setTimeout(arguments[0], 300)")  # figures of what was opened
 
 
 def test_the_page_works_in_a_browser(store, tmp_path, browser):
     opened(browser, tmp_path, page(comparisons(store)))
+    headline = browser.find_element("css selector", ".headline").text
+    assert "unadapted 41.50 %, tent 56.50 %, tent+fata 59.50 %" in headline
+    open_details(browser)
     drawn = "return document.querySelectorAll('.main-svg').length"
     assert browser.execute_script(drawn) >= 8
     row = browser.find_element("css selector", "tr[data-method='tent+fata']")
     gain = "+3.00 [+3.00, +3.00] over seeds"
-    assert row.text == f"tent+fata 58.50 59.50 60.50 59.50 ± 0.71 {gain}"
+    assert row.text == f"tent+fata 59.50 ± 0.71 {gain} 58.50 59.50 60.50"
     assert lines_drawn(browser) == list(ACCURACY)
     browser.find_element("css selector", "input[name=method][value='tent+fata']").click()
     browser.find_element("css selector", ".legend input[value='sar+fata']").click()
@@ -309,9 +324,7 @@ def test_hostile_names_are_shown_and_never_run(hostile, tmp_path, browser):
     tables = comparisons(hostile)
     content = page(tables, HOSTILE[0]).replace("<head>", f"<head>{script}")
     opened(browser, tmp_path, content)
-    for details in browser.find_elements("css selector", "details:not([open]) > summary"):
-        browser.execute_script("arguments[0].click()", details)
-    browser.execute_async_script("setTimeout(arguments[0], 300)")  # figures of what was opened
+    open_details(browser)
     assert browser.execute_script("return [window.attacked, window.wrong]") == [0, []]
     assert not browser.find_elements("css selector", "img, a")
     assert browser.title == HOSTILE[0]

@@ -5,6 +5,8 @@ The templates escape every name by themselves: a folder may be called anything.
 
 from __future__ import annotations
 
+import base64
+import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,7 @@ from plotly.offline import get_plotlyjs
 
 from fata.bench.report.figures import ENTROPIES, Figure, colours, domains, figures
 from fata.bench.report.formats import text
+from fata.bench.report.overview import overview
 from fata.bench.report.protocol import in_words
 from fata.bench.report.remarks import cautions, remarks
 from fata.bench.report.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
@@ -45,10 +48,23 @@ def page(
             sections=[_section(number, c) for number, c in enumerate(comparisons)],
             style=_asset("page.css"),
             script=_asset("page.js"),
-            plotly=Markup(get_plotlyjs()),
+            overview=None if story else _overview(comparisons),
+            plotly=_plotly(),
         )
     )
     return made
+
+
+def _overview(comparisons: Sequence[Comparison]) -> dict[str, Any] | None:
+    """Of the first table that compares something."""
+    made = next(filter(None, map(overview, comparisons)), None)
+    return made and {**made, "figure": drawing("overview", "", made["figure"])}
+
+
+@cache
+def _plotly() -> str:
+    """The drawing library, a third of its size: the page unpacks it."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode())).decode()
 
 
 def drawing(at: str, title: str, figure: Figure) -> dict[str, Any]:
@@ -75,7 +91,7 @@ def _asset(name: str) -> Markup:
 
 
 def _section(number: int, comparison: Comparison) -> dict[str, Any]:
-    columns = (*comparison.columns, AVERAGE)
+    columns = (AVERAGE, *comparison.columns)
     return {
         "comparison": comparison,
         "groups": list(_groups(columns)),
@@ -113,13 +129,14 @@ def _legend(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _groups(columns: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The heads above the columns, each with how many it spans; the last is that of the rest."""
-    left = len(columns) + 1  # and the gain
+    """The heads above the columns after the gain, each with how many it spans; then the rest."""
+    left = len(columns) - 1  # but the average
     for name, members in GROUPS.items():
         if width := sum(member in columns for member in members):
             yield name, width
             left -= width
-    yield "", left
+    if left:
+        yield "", left
 
 
 def _row(comparison: Comparison, line: Line, columns: Sequence[str]) -> dict[str, Any]:

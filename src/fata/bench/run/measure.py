@@ -16,6 +16,7 @@ from fata._device import Deferred
 from fata.adapter import Adapter
 from fata.bench.cost import Macs, effective
 from fata.bench.run import memory
+from fata.bench.samples import samples
 from fata.bench.summary import Rows, summary
 from fata.data import Samples, Stream
 from fata.methods.losses import entropy
@@ -76,7 +77,9 @@ def measure(
     counts = adapter.counts
     counts["rows_forward"] += window.rows_frozen if window else 0
     times = clock.read()
+    shown = {"samples": samples(stream, batch, seen)} if adapter.name == "source" else {}
     return {
+        **shown,
         **summary(rows, logits.shape[1], tuple(counts["selected"]), ends),
         "domains": _by_domain(rows, domains),
         "damaged": len(damaged),

@@ -21,11 +21,14 @@ def bench(
         typer.Option(
             "--model",
             "--models",
-            help="Models, comma-separated: mini_resnet_gn, vit_base@sar, timm:NAME.TAG, ...",
+            help="Models, comma-separated: mini_resnet_gn, timm:NAME.TAG, my_module:build, ...",
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data sets, comma-separated: embedded, imagenet-c:DIR, ...")
+        str | None,
+        typer.Option(
+            help="Data sets, comma-separated: embedded, imagenet-c:DIR, my_module:loader, ..."
+        ),
     ] = None,
     methods: Annotated[
         str | None,
@@ -162,7 +165,7 @@ def bench(
             raise typer.BadParameter("--on, --jobs and --dry-run are not supported under torchrun.")
         try:
             grid = _grid(config, given)
-            import_from_here(grid.methods)
+            import_from_here(*grid.models, *grid.data, *grid.methods, grid.fisher)
             parts = (grid.jpeg, grid.fisher, workers, skip_damaged)
             runner = CellRunner(own_device, *parts, group=group)
             if ranks.follows(group):

@@ -9,7 +9,7 @@ from statistics import fmean, mean
 
 from fata.adapter import adapt
 from fata.bench.cell import key
-from fata.bench.cost import paper
+from fata.bench.cost import PAPER, paper
 from fata.bench.marks import marks
 from fata.bench.paper.experiments import Experiment
 from fata.bench.paper.numbers import table
@@ -94,7 +94,7 @@ def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
         whole, tail = runner.macs(model, adapter)
     finally:
         adapter.unwrap()
-    return {row: paper(row, whole, tail) / 1e9 for row in one.methods}
+    return {row: paper(row, whole, tail) / 1e9 for row in one.methods if row in PAPER}
 
 
 def _accuracies(one: Experiment, found: RecordsByPart, costs: Mapping[str, float]) -> Rows:

@@ -161,7 +161,14 @@ class CellRunner:
         """A new one; a fast cell takes the last one if it has the same settings: it is compiled."""
         settings = repr(sorted(cell.settings(loaded).items()))
         clean, data = self.clean(cell), self.data(cell.data, cell.model)
-        at = (cell.model, cell.method, settings, cell.guard, clean and clean.spec, data.mask)
+        at = (
+            cell.model,
+            cell.method,
+            settings,
+            cell.guard,
+            clean.spec if clean is not None else None,
+            data.mask,
+        )
         if self._last is None or self._last[0] != at or cell.speed == "exact":
             self._unwrap()
             self._restriction = data.restrict(loaded.model)

@@ -886,7 +886,8 @@ def test_images_of_another_precision_are_named(ours, theirs):
 
 def test_a_processors_output_is_taken_as_it_is():
     images = torch.rand(4, 3, 16, 16)
-    one, other = (fata.adapt(fata.tiny.build("resnet_gn"), "tent") for _ in range(2))
+    model = fata.tiny.build("resnet_gn")
+    one, other = (fata.adapt(copy.deepcopy(model), "tent") for _ in range(2))
     assert torch.equal(one(images), other(**{"pixel_values": images}))
     with pytest.raises(TypeError, match="pixel_values=images alone; got pixel_values, labels"):
         one(pixel_values=images, labels=torch.zeros(4))

@@ -20,6 +20,7 @@ _PALE = {"tent": "#9ecae1", "eata": "#fdae6b", "sar": "#a1d99b", "deyo": "#fc927
 _STRONG = {"tent": "#1f77b4", "eata": "#e6550d", "sar": "#238b45", "deyo": "#cb181d"}
 _OTHERS = ("#7f7f7f", "#111111", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
 _RIGHT, _WRONG, _DASH = "#238b45", "#cb181d", {"dash": "dash", "width": 1}
+DASHED = {"color": "#7f7f7f", "dash": "dash"}
 MEAN = "mean of all"
 LEAST = 10  # percentage points on an axis
 ENTROPIES = "Entropy of right and wrong predictions"  # of one method at a time
@@ -52,15 +53,28 @@ def colours(comparison: Comparison) -> Colours:
     taken, found, others = set[str](), {}, 0
     for line in comparison.lines:
         spec = line.method.partition(" ")[0]
-        host, _, plus = spec.partition("+")
-        colour = (_STRONG if plus else _PALE).get(host)
-        if not colour or spec in taken:
-            hue = f"hsl({137 * others % 360}, 65%, 45%)"  # neighbours far apart
-            colour = _OTHERS[others] if others < len(_OTHERS) else hue
+        known = _of_spec(spec)
+        if not known or spec in taken:
+            known = _other_colour(others)
             others += 1
-        found[line.method] = colour
+        found[line.method] = known
         taken.add(spec)
     return found
+
+
+def spec_colour(method: str, number: int) -> str:
+    """The colour of a method with fields; of an unknown one by its number."""
+    return _of_spec(method.partition(":")[0]) or _other_colour(number)
+
+
+def _of_spec(spec: str) -> str | None:
+    host, _, plus = spec.partition("+")
+    return (_STRONG if plus else _PALE).get(host)
+
+
+def _other_colour(number: int) -> str:
+    hue = f"hsl({137 * number % 360}, 65%, 45%)"  # neighbours far apart
+    return _OTHERS[number] if number < len(_OTHERS) else hue
 
 
 def runs(comparison: Comparison) -> Runs:

@@ -23,7 +23,9 @@ def overview(comparison: Comparison) -> dict[str, Any] | None:
     return {
         "sentences": _sentences(comparison, lines),
         "figure": _figure(comparison, lines),
-        "domain": domains(comparison.records)[0],
+        "caption": f"Accuracy of all images so far, {domains(comparison.records)[0]}, higher is "
+        f"better. Bands: 95 % intervals over images of each line alone; the intervals above are "
+        f"paired and narrower.",
         "strips": _strips(comparison, lines[-1]),
     }
 

@@ -31,8 +31,12 @@ def page(
     comparisons: Sequence[Comparison],
     title: str = "Test-time adaptation",
     story: Mapping[str, Any] | None = None,
+    top: Mapping[str, Any] | None = None,
 ) -> str:
-    """Tables like the paper's, curves and histograms, with filters; above them a `story`."""
+    """Tables like the paper's, curves and histograms, with filters.
+
+    Above them is the demo's `story`; or `top`, which is an overview of the first table by default.
+    """
     specs = dict.fromkeys(_spec(line) for c in comparisons for line in c.lines)
     made: str = (
         _environment()
@@ -48,17 +52,19 @@ def page(
             sections=[_section(number, c) for number, c in enumerate(comparisons)],
             style=_asset("page.css"),
             script=_asset("page.js"),
-            overview=None if story else _overview(comparisons),
+            overview=None if story else _overview(comparisons, top),
             plotly=_plotly(),
         )
     )
     return made
 
 
-def _overview(comparisons: Sequence[Comparison]) -> dict[str, Any] | None:
-    """Of the first table that compares something."""
-    made = next(filter(None, map(overview, comparisons)), None)
-    return made and {**made, "figure": drawing("overview", "", made["figure"])}
+def _overview(
+    comparisons: Sequence[Comparison], top: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """What is given, or that of the first table that compares something."""
+    made = top or next(filter(None, map(overview, comparisons)), None)
+    return None if made is None else {**made, "figure": drawing("overview", "", made["figure"])}
 
 
 @cache

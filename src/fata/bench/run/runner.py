@@ -145,7 +145,7 @@ class CellRunner:
             "lr": rate.value,
             "lr_origin": rate.origin,
             "given": sorted(cell.fields),
-            "batch_norm": bool(batch_norms(loaded.model)),
+            "batch_norm": self.has_batch_norm(cell.model),
         }
 
     def macs(self, model: str, adapter: Adapter) -> tuple[Macs, Macs]:
@@ -202,6 +202,10 @@ class CellRunner:
             return
         if any(isinstance(stream.dataset.of(domain), ImageFiles) for domain in stream.domains):
             self._prefetched = (cell, _in_thread(self._begin(cell, stream, prefetch=True)))
+
+    def has_batch_norm(self, model: str) -> bool:
+        """Whether a model's rows share statistics."""
+        return bool(batch_norms(self.model(model).model))
 
     def lacks_fisher(self, cell: Cell) -> bool:
         """Whether the method has a Fisher penalty, but no clean images to compute it from."""

@@ -61,7 +61,10 @@ def _sentences(comparison: Comparison, lines: Sequence[Line]) -> list[str]:
         verdict = ("within noise", "better", "worse")[gain.sign]
         if not gain.images and not gain.seeds:
             verdict = "of unknown certainty: an older store"
-        said.append(f"{last.method} against {_named(line)}: {gain} percentage points, {verdict}.")
+        mean, *intervals = (f"{text} {head}" for head, text in gain.texts.items())
+        sure = f" (95 % interval {', '.join(intervals)})" if intervals else ""
+        points = f"{mean.removesuffix(' gain')} percentage points"
+        said.append(f"{last.method} against {_named(line)}: {points}{sure}, {verdict}.")
     return said
 
 

@@ -159,7 +159,7 @@ def _row(comparison: Comparison, line: Line, columns: Sequence[str]) -> dict[str
         "method": line.method,
         "plus": "+" in line.method,
         "cells": cells,
-        "gain": line.gain or "",
+        "gain": line.gain.texts if line.gain else {},
         "way": ("noise", "up", "down")[line.gain.sign if line.gain else 0],
     }
 

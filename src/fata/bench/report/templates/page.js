@@ -43,7 +43,9 @@ function banded(trace) {
 
 // An axis that shows `least` units at least, so that noise does not fill it.
 function range(traces, least) {
-  const ys = traces.flatMap(trace => trace.y).filter(y => y !== null);
+  const shown = trace => trace.y.flatMap((y, i) => y === null ? [] :
+    [y - (trace.band?.[i] ?? 0), y + (trace.band?.[i] ?? 0)]);
+  const ys = traces.flatMap(shown);
   if (!least || !ys.length) return {};
   const low = Math.min(...ys), high = Math.max(...ys), more = Math.max(0, least - (high - low)) / 2;
   const edge = (high - low + 2 * more) * .04;

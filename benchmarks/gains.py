@@ -14,7 +14,8 @@ from typing import Any
 from benchmarks.archive import kept, lines
 from benchmarks.presets import HOSTS
 from fata.bench.report.formats import markdown
-from fata.bench.report.tables import Comparison, comparisons, domain_name, labels
+from fata.bench.report.names import labels
+from fata.bench.report.tables import Comparison, comparisons, domain_name
 from fata.bench.store import Record
 
 SHARES = (0, 80, 88, 94, 100)  # of the source's sure answers, in %

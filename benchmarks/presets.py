@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any
 
-import fata
-from fata.bench.grid import Grid
+from fata.bench import tune
+from fata.bench.cell import Cell, key
 from fata.bench.run.local import missing, run
 from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
 from fata.commands.progress import ProgressDisplay
-from fata.corruptions import EXTRA
 from fata.zoo import embedded, mini
 
 HOSTS = ("tent", "eata", "sar", "deyo")
-RATES = (1e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 3e-2)
 MARGINS = {  # EATA's redundancy margin and Fisher penalty
     mini.CIFAR10: ((0.4, 2000.0), (0.4, 1.0), (1.0, 1.0)),
     mini.TINY200: ((0.05, 2000.0), (0.4, 2000.0), (0.4, 1.0)),
@@ -41,37 +37,35 @@ def settings(model: str, host: str) -> list[dict[str, float]]:
         tried = [{"redundancy": margin, "fisher_alpha": alpha} for margin, alpha in margins]
     if host == "deyo":
         tried = [{"plpd_threshold": 0.2}]
-    return [{**fields, "lr": rate} for fields in tried for rate in RATES]
+    return [{**fields, "lr": rate} for fields in tried for rate in tune.RATES]
 
 
-def methods(model: str) -> tuple[str, ...]:
-    """All that is tried, as `fata bench` takes it."""
-    return tuple(
-        ":".join([host + plus, *(f"{name}={value}" for name, value in fields.items())])
+def cells(model: str, **grid: Any) -> dict[str, dict[str, list[Cell]]]:
+    """All that is tried, by host and by its settings as JSON: alone and with FATA."""
+    return {
+        host: {
+            json.dumps(fields): [
+                cell
+                for plus in ("", "+fata")
+                for cell in tune.cells(model, tune.spelled(host + plus, fields), **grid)
+            ]
+            for fields in settings(model, host)
+        }
         for host in HOSTS
-        for fields in settings(model, host)
-        for plus in ("", "+fata")
-    )
+    }
 
 
-def best(models: Sequence[str], records: list[Record]) -> dict[str, dict[str, dict[str, Any]]]:
-    """Of each network and host the settings with the highest mean, FATA or not."""
-    chosen: dict[str, dict[str, dict[str, Any]]] = {}
-    for model in models:
-        for host in HOSTS:
-            found: dict[str, list[float]] = {}
-            for record in records:
-                protocol = record.protocol
-                if protocol["model"] == model and protocol["host"]["name"] == host:
-                    here = {**protocol["host"], "lr": protocol["lr"]}
-                    for fields in settings(model, host):
-                        if fields.items() <= here.items():
-                            accuracy = record.result["accuracy"]
-                            found.setdefault(json.dumps(fields), []).append(accuracy)
-            winner = max(found, key=lambda key: mean(found[key]))
-            print(f"{model:15} {host:5} {mean(found[winner]):6.2f} {winner}")
-            chosen.setdefault(model, {})[host] = json.loads(winner)
-    return chosen
+def best(
+    model: str, tried: dict[str, list[Cell]], kept: dict[str, Record], runner: CellRunner
+) -> Any:
+    """The settings of a host with the highest mean, FATA or not."""
+    means = {
+        fields: tune.accuracy([kept[key(runner.protocol(cell))] for cell in some])
+        for fields, some in tried.items()
+    }
+    winner = max(means, key=means.__getitem__)
+    print(f"{model:15} {means[winner]:6.2f} {winner}")
+    return json.loads(winner)
 
 
 def main() -> None:
@@ -85,23 +79,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--store", type=Path, default=Path("presets.db"))
     args = parser.parse_args()
-    cells = [
-        cell
-        for model in args.models
-        for cell in Grid(
-            models=(model,),
-            data=(args.data,),
-            methods=methods(model),
-            domains=tuple(EXTRA),
-            images=args.images,
-            fisher=args.fisher,
-        ).cells(fata.data.open)
+    grid = {"data": (args.data,), "images": args.images}
+    tried = {model: cells(model, **grid) for model in args.models}
+    every = [
+        c for hosts in tried.values() for by in hosts.values() for some in by.values() for c in some
     ]
     store, runner = Store(args.store), CellRunner(args.device, fisher=args.fisher)
-    tasks = missing(cells, store, runner, again=False)
+    tasks = missing(every, store, runner, again=False)
     with ProgressDisplay(len(tasks)) as watcher:
         run(tasks, store, runner, watcher, args.jobs)
-    presets = {**json.loads(embedded.PRESETS.read_text()), **best(args.models, list(store))}
+    kept = {record.key: record for record in store}
+    presets = json.loads(embedded.PRESETS.read_text())
+    for model, hosts in tried.items():
+        presets[model] = {host: best(model, by, kept, runner) for host, by in hosts.items()}
     embedded.PRESETS.write_text(json.dumps(presets, indent=2) + "\n")
 
 

@@ -882,3 +882,24 @@ def test_images_of_another_precision_are_named(ours, theirs):
     images = getattr(torch.rand(2, 3, 16, 16), theirs)()
     with pytest.raises(TypeError, match=r"images are torch.float\d\d and the model is torch.float"):
         adapted(images)
+
+
+def test_a_processors_output_is_taken_as_it_is():
+    images = torch.rand(4, 3, 16, 16)
+    model = fata.tiny.build("resnet_gn")
+    one, other = (fata.adapt(copy.deepcopy(model), "tent") for _ in range(2))
+    assert torch.equal(one(images), other(**{"pixel_values": images}))
+    with pytest.raises(TypeError, match="pixel_values=images alone; got pixel_values, labels"):
+        one(pixel_values=images, labels=torch.zeros(4))
+    with pytest.raises(TypeError, match="got nothing"):
+        one()
+
+
+def test_adapter_and_guard_read_as_one_line():
+    adapted = fata.adapt(fata.tiny.build("resnet_gn"), "eata+fata", fisher_alpha=0)
+    total = sum(dict(adapted.model.named_parameters())[n].numel() for n in adapted.trainable)
+    assert (
+        repr(adapted)
+        == f"Adapter(eata+fata on ResNet, {total:,} parameters adapt, guard on, exact)"
+    )
+    assert repr(adapted.guard) == "Watch(a check every 8 batches, 0 events)"

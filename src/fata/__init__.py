@@ -44,6 +44,7 @@ __all__ = [
     "corruptions",
     "data",
     "layers",
+    "results",
     "stream",
     "tiny",
     "zoo",

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from fata._files import save_tensors
 from fata.distributed.ranks import Ranks
 from fata.engine import checkpoint as states
-from fata.engine.arguments import check_model, check_seed
+from fata.engine.arguments import check_model, check_seed, images_of
 from fata.engine.build import SPEEDS, build
 from fata.engine.checkpoint import IncompatibleKeys
 from fata.engine.finite import run
@@ -108,13 +108,15 @@ class Adapter(ModelOwner):
 
     # -- predicting ---------------------------------------------------------------------------
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor | None = None, **inputs: Tensor) -> Tensor:
         """Logits of the images, from before this batch was learned from (MEMO: after).
+
+        A Hugging Face processor's output is taken too: `adapted(**inputs)`, its `pixel_values`.
 
         Rows with a pixel that is not finite get the logits that the plain model gives them, are
         never learned from, and do not affect the other rows.
         """
-        engine = self._live()
+        engine, images = self._live(), images_of(images, inputs)
         engine.network.check(images)
         # Of several GPUs another may be the current one.
         place = torch.cuda.device_of(images)  # type: ignore[no-untyped-call]
@@ -229,13 +231,12 @@ class Adapter(ModelOwner):
         terms = (self.method.name, "fata") if self.plus else (self.method.name,)
         return dict(zip(terms, engine.selected, strict=False))
 
-    def extra_repr(self) -> str:
-        """Method, plug-in and what adapts."""
-        if self._engine is None:
-            return "unwrapped"
-        theta = self._engine.theta
-        what = f"{len(theta.names)} tensors, {sum(theta.sizes):,} parameters adapt"
-        return ", ".join([f"{self.method}", *([f"{self.plus}"] if self.plus else []), what])
+    def __repr__(self) -> str:
+        model, engine = type(self.model).__name__, self._engine
+        if engine is None:
+            return f"Adapter({model}, unwrapped)"
+        what, guard = f"{sum(engine.theta.sizes):,} parameters adapt", "on" if self.guard else "off"
+        return f"Adapter({self.name} on {model}, {what}, guard {guard}, {self.speed})"
 
     # -- state --------------------------------------------------------------------------------
 

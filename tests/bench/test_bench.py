@@ -193,11 +193,18 @@ def test_one_alone_is_a_list_of_one(tmp_path):
     assert read(tmp_path / "grid.yaml") == found
 
 
+@pytest.mark.parametrize(("text", "seeds"), [("3", [0, 1, 2]), ("[7, 8]", [7, 8]), ("[7]", [7])])
+def test_seeds_are_a_number_or_a_list(tmp_path, text, seeds):
+    (tmp_path / "grid.yaml").write_text(f"models: mini_vit\nmethods: tent\nseeds: {text}\n")
+    grid = Grid(**read(tmp_path / "grid.yaml"), domains=("fog",))
+    assert [cell.seed for cell in grid.cells(fata.data.open)] == seeds
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("models: [a]\nmethdos: [b]", "Did you mean 'methods'"),
-        ("seeds: [0, 1]", "seeds: expected int"),
+        ("seeds: [0, one]", "seeds: expected a list of int"),
         ("images: '8'", "images: expected int"),
         ("methods: [{tent: 1}]", "methods: expected a list of str"),
         ("models: [", "cannot read"),

@@ -85,13 +85,6 @@ def test_bench_tells_of_fields_that_the_network_refuses(call, more):
     assert isinstance(result.exception, SystemExit)
 
 
-def test_cost_refuses_a_method_of_ones_own(call, monkeypatch, tmp_path):
-    monkeypatch.syspath_prepend(tmp_path)
-    result = call("cost", "--model", "mini_resnet_gn", "--methods", "mine:Sure")
-    assert result.exit_code == 2
-    assert "only methods of this package" in " ".join(result.output.replace("│", " ").split())
-
-
 def test_bench_again_tells_what_it_runs_again(call):
     grid = ("--model", "mini_resnet_gn", "--domains", "fog", "--images", "16")
     assert "1 cell, 0 of them in" in call("bench", *grid, "--methods", "source").output

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ProcessGroup
@@ -22,12 +22,20 @@ from fata.data import Dataset, Stream, stream
 from fata.data.dataset import data_name
 from fata.data.scenarios import default_batch
 from fata.engine.fisher import FisherData
+from fata.engine.rates import is_transformer_like, rate
 from fata.guard.policy import Guard
 from fata.methods import describe, parse
 from fata.zoo import Loaded
 
 RESETTING = ("normal", "bs1", "label-shift", "correlated")  # each domain is a cell of its own
 FISHER_IMAGES = 2000  # as in EATA
+
+
+class Rate(NamedTuple):
+    """The learning rate of a full batch."""
+
+    value: float | None  # None: nothing is learned
+    origin: str  # given, tuned (the model's own), paper, release, or the method's own
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,25 @@ class Cell:
 
     def settings(self, loaded: Loaded) -> dict[str, Any]:
         """Fields of the method and the learning rate: the model's own, overridden by the cell's."""
-        batch = max(self.batch_size or default_batch(self.scenario), self.window or 1)
-        return {**loaded.settings(self.method, batch), **self.fields}
+        return {**loaded.settings(self.method, self._rows), **self.fields}
+
+    @property
+    def _rows(self) -> int:
+        """Images that a step sees."""
+        return max(self.batch_size or default_batch(self.scenario), self.window or 1)
+
+    def rate(self, loaded: Loaded) -> Rate:
+        """The learning rate as a number, and where it comes from."""
+        settings = self.settings(loaded)
+        fields = {k: v for k, v in settings.items() if k not in ("lr", "params")}
+        method, plus = parse(self.method, **fields)
+        lr, vit = settings.get("lr", "paper"), is_transformer_like(loaded.model)
+        if method.params is None and plus is None:
+            return Rate(None, "")
+        if not isinstance(lr, str):
+            return Rate(float(lr), "given" if "lr" in self.fields else "tuned")
+        own = method.fixed_rate(vit) is not None
+        return Rate(rate(lr, method, vit, self._rows), "method" if own else lr)
 
     def stream(self, dataset: Dataset) -> Stream:
         """The images, in order."""

@@ -69,7 +69,7 @@ class Cost:
         spec: the method.
         whole: F, a pass over the network, an image.
         tail: T, a pass over the tail behind FATA's layer; 0 without FATA.
-        paper: what the paper counts, an image.
+        paper: what the paper counts, an image; None for a method of your own.
         ours: what the engine computes, an image, at a share of selected rows.
         state: bytes of the adapter's state after a batch, without a guard's.
     """
@@ -77,7 +77,7 @@ class Cost:
     spec: str
     whole: Macs
     tail: Macs
-    paper: float
+    paper: float | None
     ours: Macs
     state: int
 
@@ -93,7 +93,7 @@ def cost(model: nn.Module, spec: str, images: Tensor, share: float) -> Cost:
     """
     method, _ = parse(spec)
     fields: dict[str, Any] = {"views": 1} if hasattr(method, "views") else {}  # the state is alike
-    if method.wants_fisher:
+    if method.wants_fisher and hasattr(method, "fisher_alpha"):
         fields["fisher_alpha"] = 0.0
     adapter = adapt(model, spec, guard=None, **fields)
     try:
@@ -104,7 +104,8 @@ def cost(model: nn.Module, spec: str, images: Tensor, share: float) -> Cost:
     finally:
         adapter.reset()
         adapter.unwrap()
-    return Cost(spec, whole, tail, paper(spec, whole, tail), ours, state)
+    counted = paper(spec, whole, tail) if spec in PAPER else None
+    return Cost(spec, whole, tail, counted, ours, state)
 
 
 def paper(spec: str, whole: Macs, tail: Macs) -> float:

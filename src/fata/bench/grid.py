@@ -37,7 +37,7 @@ class Grid:
         scenarios: names for `fata.stream`, each with options: `label-shift:ratio=1000`.
         domains: corruptions or folders; None: the benchmark's 15, or all folders.
         severities: of the corruptions.
-        seeds: number of seeds, from 0 on.
+        seeds: the seeds; or their number, from 0 on.
         batch_size: None: each scenario's own.
         images: of each domain; None: all.
         jpeg: corruptions made on the fly are JPEG-compressed.
@@ -53,7 +53,7 @@ class Grid:
     scenarios: tuple[str, ...] = ("normal",)
     domains: tuple[str, ...] | None = None
     severities: tuple[int, ...] = (5,)
-    seeds: int = 1
+    seeds: int | tuple[int, ...] = 1
     batch_size: int | None = None
     images: int | None = None
     jpeg: bool = False
@@ -64,8 +64,12 @@ class Grid:
 
     def cells(self, opened: Callable[[str], Dataset]) -> Iterator[Cell]:
         """Every cell; those of one model and domain follow each other, and those of one method."""
-        if self.seeds < 1:
-            raise GridError(f"seeds={self.seeds}: must be at least 1.")
+        seeds = range(self.seeds) if isinstance(self.seeds, int) else self.seeds
+        if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+            raise GridError(
+                f"seeds={self.seeds!r}: give their number, at least 1, or a list of seeds, each "
+                f"once and none below 0."
+            )
         if self.window is not None and self.window < 1:
             raise GridError(f"window={self.window}: must be at least 1 image.")
         for name in ("models", "data", "methods", "scenarios", "severities"):
@@ -82,7 +86,7 @@ class Grid:
             names = tuple(d.name for d in opened(data).named(self.domains, severity))
             alone = scenario in RESETTING
             for domains in [(name,) for name in names] if alone else [names]:
-                for (method, fields), seed in product(methods, range(self.seeds)):
+                for (method, fields), seed in product(methods, seeds):
                     yield Cell(
                         model, data, scenario, domains, severity, method, seed,
                         self.batch_size, self.images, fields, options, self.speed, self.guard,
@@ -116,12 +120,13 @@ def _typed(path: Path, name: str, kind: str, value: Any) -> Any:
     scalar = {"int": int, "str": str, "bool": bool}[
         kind.removeprefix("tuple[").split()[0].strip(",")
     ]
-    values = value if isinstance(value, list) else [value]
+    listed, several = isinstance(value, list), "tuple" in kind
+    values = value if listed else [value]
     fine = all(type(one) is scalar for one in values)
-    if kind.startswith("tuple") and fine:
+    if fine and several and (listed or kind.startswith("tuple")):
         return tuple(values)
-    if not fine or isinstance(value, list):
-        many = "a list of " if kind.startswith("tuple") else ""
+    if not fine or listed:
+        many = "a list of " if several else ""
         raise GridError(f"{str(path)!r}: {name}: expected {many}{scalar.__name__}, got {value!r}.")
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -54,6 +55,7 @@ def summary(rows: Rows, classes: int, terms: Sequence[str], ends: Sequence[int])
         "rows": len(rows),
         "accuracy": accuracy,
         "right": paired.pack(rows.right),
+        "predictions": predictions(rows),
         "error": 100 - accuracy,
         "calibration_error": calibration_error(rows),
         "classes": by_class(rows, classes, selected),
@@ -62,6 +64,11 @@ def summary(rows: Rows, classes: int, terms: Sequence[str], ends: Sequence[int])
         "pseudo_labels": {name: _percent(rows.right[on]) for name, on in selected.items()},
         "collapsed_at": collapsed_at(rows, ends),
     }
+
+
+def predictions(rows: Rows) -> str:
+    """A hash of the predicted classes: equal for methods that predict alike."""
+    return hashlib.sha256(rows.prediction.int().numpy().tobytes()).hexdigest()[:16]
 
 
 def calibration_error(rows: Rows, bins: int = 15) -> float:

@@ -3,7 +3,6 @@
 import logging
 import re
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ from rich.text import Text
 
 from fata._text import printable
 
-_OWN_CLASS = re.compile(r"[\w.]+:[A-Za-z_]\w*(\+fata)?(:.*)?")  # not eata:lr=1e-3
+_OWN = re.compile(r"[\w.]+:[A-Za-z_]\w*(\+fata)?(:.*)?")  # not eata:lr=1e-3
 
 
 class Terminal(Console):
@@ -43,10 +42,10 @@ class LogHandler(logging.Handler):
         say(record.getMessage())
 
 
-def import_from_here(methods: Iterable[str]) -> None:
-    """Let methods be imported from this folder; installed modules take precedence."""
+def import_from_here(*names: str | None) -> None:
+    """Let models, data and methods be imported from this folder; installed modules come first."""
     here = str(Path.cwd())
-    if any(map(_OWN_CLASS.fullmatch, methods)) and here not in sys.path:
+    if any(_OWN.fullmatch(name) for name in names if name) and here not in sys.path:
         sys.path.append(here)
 
 

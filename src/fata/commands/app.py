@@ -17,6 +17,7 @@ from fata.commands.demo import demo
 from fata.commands.report import report
 from fata.commands.reproduce import reproduce
 from fata.commands.train_source import train_source
+from fata.commands.tune import tune
 
 app = typer.Typer(
     help="Test-time adaptation of image classifiers, with feature augmentation (FATA).",
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, bench, report, reproduce, cost, data, corrupt, train_source, check):
+for command in (demo, bench, report, tune, reproduce, cost, data, corrupt, train_source, check):
     app.command()(command)
 
 

@@ -21,11 +21,14 @@ def bench(
         typer.Option(
             "--model",
             "--models",
-            help="Models, comma-separated: mini_resnet_gn, vit_base@sar, timm:NAME.TAG, ...",
+            help="Models, comma-separated: mini_resnet_gn, timm:NAME.TAG, my_module:build, ...",
         ),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Data sets, comma-separated: embedded, imagenet-c:DIR, ...")
+        str | None,
+        typer.Option(
+            help="Data sets, comma-separated: embedded, imagenet-c:DIR, my_module:loader, ..."
+        ),
     ] = None,
     methods: Annotated[
         str | None,
@@ -55,7 +58,12 @@ def bench(
         str | None,
         typer.Option("--severity", "--severities", help="1 to 5, comma-separated. Default: 5."),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Number of seeds. Default: 1.")] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Number of seeds, from 0 on. Default: 1.")
+    ] = None,
+    seed: Annotated[
+        str | None, typer.Option(help="Seeds, comma-separated, in place of --seeds: 7, 8, ...")
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(min=1, help="Batch size. Default: 64, and 1 for bs1.")
     ] = None,
@@ -141,7 +149,7 @@ def bench(
         "scenarios": _split(scenario),
         "domains": _split(domains),
         "severities": tuple(map(_severity, _split(severity) or ())) or None,
-        "seeds": seeds,
+        "seeds": _seeds(seeds, seed),
         "batch_size": batch_size,
         "images": images,
         "jpeg": jpeg,
@@ -157,7 +165,7 @@ def bench(
             raise typer.BadParameter("--on, --jobs and --dry-run are not supported under torchrun.")
         try:
             grid = _grid(config, given)
-            import_from_here(grid.methods)
+            import_from_here(*grid.models, *grid.data, *grid.methods, grid.fisher)
             parts = (grid.jpeg, grid.fisher, workers, skip_damaged)
             runner = CellRunner(own_device, *parts, group=group)
             if ranks.follows(group):
@@ -180,8 +188,7 @@ def bench(
         ranks.lead(group, tasks)
         watcher = run_cells(tasks, results, runner, run_tasks)
     wanted = {key(runner.protocol(cell)) for cell in cells}
-    for table in comparisons(record for record in results if record.key in wanted):
-        show(table)
+    show(comparisons(record for record in results if record.key in wanted))
     watcher.close()
 
 
@@ -198,6 +205,18 @@ def _split(text: str | None) -> tuple[str, ...] | None:
     if text is None:
         return None
     return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _seeds(number: int | None, listed: str | None) -> int | tuple[int, ...] | None:
+    """The number of seeds, or the seeds themselves."""
+    if listed is None:
+        return number
+    if number is not None:
+        raise typer.BadParameter("--seeds is their number, --seed are the seeds: give one of them.")
+    parts = _split(listed) or ()
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise typer.BadParameter(f"--seed {listed}: give whole numbers, such as 7 or 7,8.")
+    return tuple(map(int, parts))
 
 
 def _severity(text: str) -> int:

@@ -25,14 +25,31 @@ def announce(
     cells: Sequence[Cell], tasks: Sequence[Task], store: Store, runner: CellRunner, remedy: str
 ) -> None:
     """Print the number of cells to run, and what they lack."""
+    from fata.bench.report.remarks import small_batches
+
     cells_made = "1 cell" if len(cells) == 1 else f"{len(cells)} cells"
     known = sum(task.key in store for task in tasks)  # to be run again
     over = f", {known} of which are run again" if known else ""
     say(f"{cells_made}, {len(cells) - len(tasks) + known} of them in {store.path}{over}")
     if any(runner.lacks_fisher(task.cell) for task in tasks):
         say(f"EATA has no clean images for its Fisher penalty and runs without it{remedy}")
+    for model, size in _small_batches(tasks):
+        if runner.has_batch_norm(model):
+            say(small_batches(model, size))
     if any(_has_procedural_frost(task) for task in tasks):
         say("frost is procedural: for the published textures, pip install imagecorruptions-imaug")
+
+
+def _small_batches(tasks: Sequence[Task]) -> list[tuple[str, int]]:
+    """Models that adapt, with batches of which BatchNorm's statistics would be unreliable."""
+    from fata.bench.report.remarks import SMALL
+
+    met = dict.fromkeys(
+        (task.cell.model, max(task.protocol["batch_size"], task.cell.window or 1))
+        for task in tasks
+        if task.cell.method != "source"
+    )
+    return [(model, size) for model, size in met if size < SMALL]
 
 
 def _has_procedural_frost(task: Task) -> bool:

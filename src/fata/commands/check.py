@@ -68,7 +68,7 @@ def check(
 def _load(target: str) -> Method:
     from fata.methods.external import external
 
-    import_from_here([target])
+    import_from_here(target)
     try:
         return external(target)()
     except ValueError as error:

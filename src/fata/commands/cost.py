@@ -9,7 +9,7 @@ from rich import box
 from rich.progress import track
 from rich.table import Table
 
-from fata.commands import console, say
+from fata.commands import console, import_from_here, say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,9 +21,11 @@ METHODS = "source, tent, eata, eata+fata, sar, sar+fata, deyo, deyo+fata, cotta,
 
 def cost(
     model: Annotated[
-        str, typer.Option(help="Model: resnet50_gn, mini_vit, timm:NAME, torchvision:NAME, ...")
+        str, typer.Option(help="Model: resnet50_gn, mini_vit, timm:NAME, my_module:build, ...")
     ],
-    methods: Annotated[str, typer.Option(help="Methods, comma-separated.")] = METHODS,
+    methods: Annotated[
+        str, typer.Option(help="Methods, comma-separated; your own as my_module:MyMethod.")
+    ] = METHODS,
     classes: Annotated[
         int | None,
         typer.Option(
@@ -50,16 +52,20 @@ def cost(
     from fata.methods import parse
     from fata.network.norms import batch_norms
     from fata.zoo import ZooError
+    from fata.zoo.own import Own
     from fata.zoo.sources import Mini, architecture
 
     specs = [spec.strip() for spec in methods.split(",") if spec.strip()]
     if not specs:
         raise typer.BadParameter(f"--methods {methods!r}: give some, such as eata,eata+fata.")
+    import_from_here(model, *specs)
     try:
         for spec in specs:
             parse(spec)
         arch = architecture(model)
         own = (10, 32) if isinstance(arch, Mini) else (1000, arch.preprocess.size)
+        if isinstance(arch, Own):
+            own = (arch.loaded().classes, arch.preprocess.size)
         classes, size = classes or own[0], size or own[1]
         network, images = arch.build(classes).eval(), torch.rand(2, 3, size, size)
         _try(model, network, images)
@@ -100,8 +106,9 @@ def _table(costs: list[Cost], digits: int) -> Table:
     for name in ("paper", "ours: forward", "backward", "total", "state"):
         table.add_column(name, justify="right")
     for one in costs:
-        macs = (one.paper, one.ours.forward, one.ours.backward, one.ours.total)
-        table.add_row(one.spec, *(_giga(m, digits) for m in macs), _bytes(one.state))
+        macs = (one.ours.forward, one.ours.backward, one.ours.total)
+        paper = "" if one.paper is None else _giga(one.paper, digits)
+        table.add_row(one.spec, paper, *(_giga(m, digits) for m in macs), _bytes(one.state))
     return table
 
 

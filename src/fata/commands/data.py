@@ -9,12 +9,12 @@ import typer
 from rich.progress import Progress, track
 from rich.table import Table
 
-from fata.commands import console, say
+from fata.commands import console, import_from_here, say
 
 
 def data(
     spec: Annotated[
-        str, typer.Argument(help="embedded, or KIND:DIR: imagenet-c:DIR, folder:DIR, ...")
+        str, typer.Argument(help="embedded, KIND:DIR such as folder:DIR, or my_module:loader.")
     ],
     download: Annotated[
         bool, typer.Option("--download", help="Download CIFAR-10 or CIFAR-100 if it is missing.")
@@ -40,10 +40,11 @@ def data(
     if skip_damaged and not read:
         raise typer.BadParameter("--skip-damaged needs --check")
     try:
+        import_from_here(spec, model)
         fit = zoo.load(model) if model else None
         dataset = open_data(spec, fit=fit, download=download)
         hidden = not console.is_terminal
-        domains = track(survey.on_disk(dataset), "listing", None, console=console, disable=hidden)
+        domains = track(dataset.stored, "listing", None, console=console, disable=hidden)
         fingerprint, domain_sizes = dataset.fingerprint(domains), survey.domain_sizes(dataset)
         ignored_files = survey.ignored_files(dataset)
     except (DataError, zoo.ZooError) as error:
@@ -52,7 +53,7 @@ def data(
     for one in domain_sizes:
         table.add_row(one.name, ", ".join(map(str, one.severities)), f"{one.images:,}")
     images = sum(one.images for one in domain_sizes)
-    say(f"{spec}: {KINDS[spec.partition(':')[0]]}")
+    say(f"{spec}: {KINDS.get(spec.partition(':')[0], 'a data set of your own')}")
     say(f"{len(dataset.classes):,} classes: {listed(dataset.classes, 10)}")
     if dataset.mask:
         every = len(dataset.model_classes)

@@ -26,11 +26,13 @@ def report(
     ] = None,
     kind: Annotated[
         str | None,
-        typer.Option("--format", help="html, md, csv or latex. Default: the suffix of --output."),
+        typer.Option(
+            "--format", help="html, md, csv, json or latex. Default: the suffix of --output."
+        ),
     ] = None,
 ) -> None:
     """Write tables like the paper's, curves and histograms to one self-contained page."""
-    from fata.bench.report.formats import CSV_HEADER, FORMATS
+    from fata.bench.report.formats import FORMATS
     from fata.bench.report.tables import comparisons
     from fata.bench.store import Store, StoreError
 
@@ -55,7 +57,7 @@ def report(
 
         content, output = page(tables), output or Path("report.html")
     else:
-        content = (CSV_HEADER if kind == "csv" else "") + "\n".join(map(FORMATS[kind], tables))
+        content = FORMATS[kind](tables)
     if output is None:
         print(content, end="")
         return

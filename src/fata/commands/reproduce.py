@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fata._files import write_whole
-from fata.commands import Device, Jobs, chosen_device, say
+from fata.commands import Device, Jobs, chosen_device, import_from_here, say
 from fata.commands.cells import announce, in_processes, preview, run_cells
 
 if TYPE_CHECKING:
@@ -44,8 +44,19 @@ def reproduce(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Data for the networks in the package: embedded, cifar10:DIR, cifar10-c:DIR."
+            help="Data for the networks in the package (embedded, cifar10:DIR, cifar10-c:DIR), or "
+            "for --model."
         ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Another model, on --data: a name for fata.zoo.load, or my_module:build."
+        ),
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Further rows, comma-separated: my_module:MyMethod, eata:lr=1e-3, ..."),
     ] = None,
     subset: Annotated[
         int | None, typer.Option(min=1, help="Images of each corruption. Default: all.")
@@ -78,7 +89,7 @@ def reproduce(
         return
 
     from fata.bench.grid import GridError
-    from fata.bench.paper.plan import DataPaths, experiment, plan
+    from fata.bench.paper.plan import DataPaths, experiment, plan, with_methods
     from fata.bench.paper.results import gather, hyperparameters, side_by_side
     from fata.bench.paper.side_by_side import FORMATS
     from fata.bench.run.local import missing
@@ -94,9 +105,11 @@ def reproduce(
             _show_and_write(name, hyperparameters(), [], output, kind)
             return
         kind = _kind(output, ("html", *FORMATS))
-        planned = plan(
-            one, DataPaths(data, imagenet_c, imagenet, office_home, sources), seeds, subset
-        )
+        more = tuple(part.strip() for part in (methods or "").split(",") if part.strip())
+        import_from_here(data, model, *more)
+        one = with_methods(one, more)
+        given = DataPaths(data, imagenet_c, imagenet, office_home, sources, model)
+        planned = plan(one, given, seeds, subset)
         runner = CellRunner(chosen_device(device), planned.jpeg, planned.fisher)
         cells = [one.cell for one in planned.cells]
         results = Store(store)
@@ -137,18 +150,22 @@ def _show_and_write(
     name: str, made: SideBySide, records: Sequence[Record], output: Path | None, kind: str
 ) -> None:
     from fata.bench.paper.side_by_side import FORMATS
+    from fata.bench.report.remarks import remarks
     from fata.bench.report.tables import comparisons
     from fata.commands.show_side_by_side import show
 
     show(made)
     for note in made.notes:
         say(f"- {note}")
+    tables = comparisons(records)
+    for line in dict.fromkeys(line for table in tables for line in remarks(table)):
+        say(f"- {line}")
     if output is None:
         return
     if kind == "html":
         from fata.bench.report.page import page
 
-        content = page(comparisons(records), f"fata reproduce {name}")
+        content = page(tables, f"fata reproduce {name}")
     else:
         content = FORMATS[kind](made)
     try:

@@ -9,19 +9,38 @@ from rich.text import Text
 
 from fata._text import printable
 from fata.bench.report.formats import text
+from fata.bench.report.protocol import in_words
+from fata.bench.report.remarks import remarks
 from fata.bench.report.tables import AVERAGE, SHORT, Comparison, Line
 from fata.commands import console, say
 
-_GAIN = "gain"
+_GAIN = ("gain", "over images", "over seeds")
 
 
-def show(comparison: Comparison) -> None:
-    """The best of a column is green, a gain of FATA green or red, a collapse marked."""
-    say(f"{comparison.title}: accuracy in %; † collapsed onto one class")
-    for columns in _fitting(comparison):
-        console.print(_table(comparison, columns))
-    for note in comparison.notes:
-        say(note)
+def show(comparisons: Sequence[Comparison]) -> None:
+    """Tables with their protocol in words; then what to know before trusting them, once each."""
+    for comparison in comparisons:
+        say(f"{comparison.title}: accuracy in %{_signs(comparison)}")
+        for columns in _fitting(comparison):
+            console.print(_table(comparison, columns))
+        for sentence in in_words(comparison):
+            say(sentence)
+    for remark in dict.fromkeys(line for table in comparisons for line in remarks(table)):
+        console.print(Text(remark, "yellow"), soft_wrap=True)
+
+
+def _signs(comparison: Comparison) -> str:
+    """What the signs in a table mean, of those that it has."""
+    values = [line.at(column) for line in comparison.lines for column in comparison.columns]
+    known = [value for value in values if value]
+    signs = {
+        "; † collapsed onto one class": any(value.collapsed for value in known),
+        "; ° too few steps, or no changed prediction": any(value.idle for value in known),
+        "; gain of FATA with its 95 % intervals, grey within noise": any(
+            line.gain for line in comparison.lines
+        ),
+    }
+    return "".join(text for text, has in signs.items() if has)
 
 
 def _table(comparison: Comparison, columns: Sequence[str]) -> Table:
@@ -37,9 +56,9 @@ def _table(comparison: Comparison, columns: Sequence[str]) -> Table:
 
 def _coloured(comparison: Comparison, line: Line, column: str) -> Text:
     content = _plain(line, column)
-    if column == _GAIN:
-        return Text(content, {"+": "green", "-": "red"}.get(content[:1], ""))
-    return Text(content, "bold green" if comparison.rank(column, line) == 1 else "")
+    if column in _GAIN:
+        return Text(content, ("bright_black", "green", "red")[line.gain.sign if line.gain else 0])
+    return Text(content, ("", "bold green", "underline")[comparison.rank(column, line)])
 
 
 def _head(column: str) -> str:
@@ -47,8 +66,8 @@ def _head(column: str) -> str:
 
 
 def _plain(line: Line, column: str) -> str:
-    if column == _GAIN:
-        return "" if line.gain is None else f"{line.gain:+.2f}"
+    if column in _GAIN:
+        return line.gain.texts.get(column, "") if line.gain else ""
     return text(line.at(column))
 
 
@@ -58,7 +77,8 @@ def _fitting(comparison: Comparison) -> Iterator[list[str]]:
     room = console.width - max(names) - border - 1
     some: list[str] = []
     left = room
-    for column in (*comparison.columns, AVERAGE, _GAIN):
+    gains = [head for head in _GAIN if any(_plain(line, head) for line in comparison.lines)]
+    for column in (*comparison.columns, AVERAGE, *gains):
         contents = [len(_plain(line, column)) for line in comparison.lines]
         wide = max(len(_head(column)), *contents) + border
         if some and wide > left:

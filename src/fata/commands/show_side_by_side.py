@@ -14,7 +14,10 @@ from fata.commands import console, say
 
 def show(made: SideBySide) -> None:
     """One line a row for few columns; otherwise three, with as many columns as fit."""
-    say(f"{made.title}; † collapsed onto one class" if _any_collapsed(made) else made.title)
+    pairs = [pair for row in made.rows.values() for pair in row.values()]
+    collapsed = "; † collapsed onto one class" if any(pair.collapsed for pair in pairs) else ""
+    idle = "; ° too few steps, or no changed prediction" if any(p.idle for p in pairs) else ""
+    say(f"{made.title}{collapsed}{idle}")
     if len(made.columns) < 3:
         console.print(_flat(made), "")
         return
@@ -77,7 +80,3 @@ def _fitting(made: SideBySide) -> Iterator[tuple[str, ...]]:
         some.append(column)
         left -= wide
     yield tuple(some)
-
-
-def _any_collapsed(made: SideBySide) -> bool:
-    return any(pair.collapsed for pairs in made.rows.values() for pair in pairs.values())

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import Progress
 
-from fata.commands import Device, Workers, chosen_device, console, say
+from fata.commands import Device, Workers, chosen_device, console, import_from_here, say
 
 if TYPE_CHECKING:
     from fata.training import Epoch
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 def train_source(
     data: Annotated[str, typer.Option(help="Images in folders: office-home:DIR, or folder:DIR.")],
-    model: Annotated[str, typer.Option(help="Pretrained model: a name for fata.zoo.load.")],
+    model: Annotated[
+        str, typer.Option(help="Pretrained model: a name for fata.zoo.load, or my_module:build.")
+    ],
     domain: Annotated[
         str | None, typer.Option(help="Domain to train on; all: one model for each.")
     ] = None,
@@ -53,6 +55,7 @@ def train_source(
     from fata.data import open as open_data
 
     where = chosen_device(device)
+    import_from_here(data, model)
     try:
         dataset = open_data(data)
         output_files = training.output_files(dataset, domain, model, output)

@@ -8,11 +8,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from fata._imports import is_own
 from fata._text import near
 from fata.data import cifar, domains, folders, imagenet, tiny_imagenet
 from fata.data.dataset import CLEAN, Dataset, Domain
 from fata.data.errors import DataError
 from fata.data.folders import View
+from fata.data.kinds import KINDS
+from fata.data.own import own
 from fata.data.serve import Samples
 from fata.data.streams import Stream, replay, stream
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
@@ -33,26 +36,8 @@ __all__ = [
     "stream",
 ]
 
-KINDS = {
-    "embedded": "2,000 test images of CIFAR-10, in the package",
-    "cifar10": "the python version's files, or PNG files of one image a row",
-    "cifar10-c": "the released .npy files",
-    "cifar100": "the python version's files",
-    "cifar100-c": "the released .npy files",
-    "imagenet": "validation images, one folder a synset",
-    "imagenet-c": "the released layout, corruption/severity/synset",
-    "imagenet-r": "one folder a synset; 200 of the 1,000 classes",
-    "imagenet-a": "one folder a synset; 200 of the 1,000 classes",
-    "imagenet-v2": "one folder a class, named 0 to 999",
-    "imagenet-sketch": "one folder a synset",
-    "tiny-imagenet": "validation images of the 200 classes",
-    "office-home": "Art, Clipart, Product, Real World; 65 classes",
-    "domainnet": "clipart, infograph, painting, quickdraw, real, sketch; 345 or 126 classes",
-    "visda-c": "train, validation, test; 12 classes",
-    "pacs": "art_painting, cartoon, photo, sketch; 7 classes",
-    "folder": "one folder a class, or one folder a domain with one a class in it",
-}
 _MADE_HERE = ("embedded", "cifar10", "cifar100", "imagenet", "tiny-imagenet", "folder")
+_OWN = "own"
 _SMALL = ("embedded", "cifar10", "cifar10-c", "cifar100", "cifar100-c")  # 32 pixels
 _DOWNLOADS = {"cifar10": cifar.CIFAR10, "cifar100": cifar.CIFAR100}
 _EMBEDDED = Path(__file__).with_name("embedded")
@@ -65,7 +50,8 @@ def open(
     """A data set by its kind and folder.
 
     Args:
-        spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`.
+        spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`; or
+            `my_module:loader`, a function of your own that returns a torch data set.
         fit: the model to be tested on it; its preprocessing is applied, and its classes must be
             those of the data, or include them if the data set has a mask. None: resize to 256,
             crop to 224.
@@ -84,11 +70,15 @@ def open(
         )
     if find_spec("PIL") is None:
         raise DataError("data sets need Pillow: pip install fata[bench]")
+    use, labels = (fit.preprocess, fit.labels) if fit else (_USUAL, ())
     kind, _, where = spec.partition(":")
+    if kind not in KINDS and is_own(spec):
+        mine = own(spec, use.view, jpeg)
+        return mine if fit is None else _fitted(mine, _OWN, fit)
     if kind not in KINDS:
         raise DataError(
-            f"unknown data {spec!r}: give embedded or KIND:DIR, KIND one of "
-            f"{', '.join(k for k in KINDS if k != 'embedded')}.{near(kind, KINDS)}"
+            f"unknown data {spec!r}: give embedded, KIND:DIR or your own my_module:loader; KIND is "
+            f"one of {', '.join(k for k in KINDS if k != 'embedded')}.{near(kind, KINDS)}"
         )
     if (kind == "embedded") == bool(where):
         raise DataError(f"{spec!r}: give {kind if kind == 'embedded' else f'{kind}:DIR'}.")
@@ -103,7 +93,6 @@ def open(
         cifar.download(folder, _DOWNLOADS[kind])
     if not folder.is_dir():
         raise DataError(f"{spec!r}: there is no folder {str(folder)!r}.")
-    use, labels = (fit.preprocess, fit.labels) if fit else (_USUAL, ())
     dataset = _OPENERS[kind](_Request(spec, kind, folder, use, jpeg, labels))
     return dataset if fit is None else _fitted(dataset, kind, fit)
 
@@ -159,7 +148,9 @@ def _fitted(dataset: Dataset, kind: str, model: Loaded) -> Dataset:
         dataset = replace(dataset, model_classes=())
     classes = dataset.model_classes or dataset.classes
     have, want = len(classes), model.classes
-    numbered = kind == "folder" and all(name.isdecimal() for name in classes)  # may be fewer
+    numbered = kind in ("folder", _OWN) and all(
+        name.isdecimal() for name in classes
+    )  # may be fewer
     if have > want or (have < want and not numbered):
         masked = f" ({have} before the mask)" if dataset.mask else ""
         raise DataError(

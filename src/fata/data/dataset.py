@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import torch
+import torch.utils.data
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fata._text import listed, near
 from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
+from fata.data.kinds import KINDS
 from fata.network.logits import restrict
 from fata.zoo.preprocess import as_rgb
 
@@ -101,8 +103,12 @@ class ImageFiles:
 
 
 @dataclass(frozen=True, eq=False)
-class Dataset:
-    """Images by domain; corruptions are either on the disk or made on the fly."""
+class Dataset(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Images by domain; corruptions are either on the disk or made on the fly.
+
+    For PyTorch it is a map-style data set of `(image, label)`, pixels in [0, 1]: the images that
+    are on the disk, domain after domain. `data.domain("fog", severity=3)` is one of its domains.
+    """
 
     spec: str
     classes: tuple[str, ...]
@@ -112,6 +118,40 @@ class Dataset:
     jpeg: bool = False  # ... and go through JPEG, as the released files did
     model_classes: tuple[str, ...] = ()  # of the models it is for, if these have more classes
     _opened: dict[Domain, ImageSource] = field(default_factory=dict, repr=False)
+
+    def __repr__(self) -> str:
+        names = dict.fromkeys(domain.name for domain in self.domains)
+        about = f"{len(self.classes):,} classes, {len(names)} domains"
+        return (
+            f"Dataset({self.spec!r}, {about}, corruptions made)"
+            if self.made
+            else (f"Dataset({self.spec!r}, {about})")
+        )
+
+    def __len__(self) -> int:
+        """Images on the disk."""
+        return sum(len(self.of(domain).labels) for domain in self.stored)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """An image on the disk and its label."""
+        if index < 0:
+            index += len(self)
+        for domain in self.stored:
+            one = self.domain(domain.name, domain.severity)
+            if 0 <= index < len(one):
+                return one[index]
+            index -= len(one)
+        raise IndexError(f"{self.spec} has {len(self):,} images on the disk")
+
+    @property
+    def stored(self) -> tuple[Domain, ...]:
+        """Domains with images on the disk, not made on the fly."""
+        return self.domains[:1] if self.made else self.domains
+
+    def domain(self, name: str, severity: int | None = 5) -> DomainImages:
+        """The images of one domain as a torch data set; a folder has no severity."""
+        (domain,) = self.named([name], severity or 5)
+        return DomainImages(self, domain)
 
     @cached_property
     def mask(self) -> tuple[int, ...] | None:
@@ -192,10 +232,35 @@ class Dataset:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class DomainImages(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """One domain as a torch data set of `(image, label)`, pixels in [0, 1]."""
+
+    dataset: Dataset
+    of: Domain
+
+    def __repr__(self) -> str:
+        return f"DomainImages({self.dataset.spec!r}, {str(self.of)!r}, {len(self):,} images)"
+
+    def __len__(self) -> int:
+        return len(self.dataset.of(self.of).labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """An image, corrupted if corruptions are made on the fly, and its label."""
+        source = self.dataset.of(self.of)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"{self!r} has no image {index}")
+        index %= len(self)
+        pixels = source.read(index)[None].float() / 255
+        return self.dataset.finish(pixels, self.of, [index])[0], int(source.labels[index])
+
+
 def data_name(spec: str) -> str:
-    """The name of data without its path: its kind, or the folder's own name."""
+    """The name of data without its path: its kind, the folder's own name, or your function's."""
     kind, _, folder = spec.partition(":")
-    return Path(folder).expanduser().resolve().name if kind == "folder" else kind
+    if kind == "folder":
+        return Path(folder).expanduser().resolve().name
+    return kind if kind in KINDS else spec
 
 
 MADE = (Domain(CLEAN), *(Domain(name, severity) for name in BY_NAME for severity in SEVERITIES))
@@ -206,7 +271,12 @@ def pixels_of(file: Path | BinaryIO, view: Callable[[Image.Image], Image.Image])
     from PIL import Image
 
     with Image.open(file) as image:
-        pixels = np.asarray(view(_rgb(image)))
+        return pixels_of_image(image, view)
+
+
+def pixels_of_image(image: Image.Image, view: Callable[[Image.Image], Image.Image]) -> Tensor:
+    """A Pillow image as the model takes it, (3, H, W), bytes."""
+    pixels = np.asarray(view(_rgb(image)))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # in order: quick to batch
 
 

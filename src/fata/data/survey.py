@@ -21,15 +21,10 @@ class DomainSize(NamedTuple):
     images: int  # of all severities together
 
 
-def on_disk(dataset: Dataset) -> tuple[Domain, ...]:
-    """Domains with images on the disk, not made on the fly."""
-    return dataset.domains[:1] if dataset.made else dataset.domains
-
-
 def domain_sizes(dataset: Dataset) -> list[DomainSize]:
     """Number of images by the name of the domain."""
     table: dict[str, DomainSize] = {}
-    for name, severity in on_disk(dataset):
+    for name, severity in dataset.stored:
         images = len(dataset.of(Domain(name, severity)).labels)
         before = table.get(name, DomainSize(name, (), 0))
         grades = () if severity is None else (severity,)
@@ -39,7 +34,7 @@ def domain_sizes(dataset: Dataset) -> list[DomainSize]:
 
 def ignored_files(dataset: Dataset) -> list[str]:
     """Files and folders among the images that are not read."""
-    sources = (dataset.of(domain) for domain in on_disk(dataset))
+    sources = (dataset.of(domain) for domain in dataset.stored)
     return [
         path
         for source in sources
@@ -50,7 +45,7 @@ def ignored_files(dataset: Dataset) -> list[str]:
 
 def read_all(dataset: Dataset, workers: int | None = None) -> Iterator[tuple[int, list[str]]]:
     """Read every image; yields the size of each batch and its errors."""
-    sources = [dataset.of(domain) for domain in on_disk(dataset)]
+    sources = [dataset.of(domain) for domain in dataset.stored]
     spans = [
         (place, range(first, min(first + _BATCH, len(source.labels))))
         for place, source in enumerate(sources)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import UninitializedParameter
 
@@ -103,3 +104,16 @@ def renamed(params: Params | None) -> Params | None:
         stacklevel=5,
     )
     return now
+
+
+def images_of(images: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The images of a call: the first argument, or `pixel_values` as Hugging Face names it."""
+    if images is None and inputs.keys() == {"pixel_values"}:
+        return inputs["pixel_values"]
+    if images is None or inputs:
+        given = ", ".join(inputs) or "nothing"
+        raise TypeError(
+            f"an adapter takes images, or pixel_values=images alone; got {given}. Labels are never "
+            f"used."
+        )
+    return images

@@ -132,6 +132,12 @@ class Watch:
         self._ring: deque[Snapshot] = deque(maxlen=guard.ring)
         self._alarm = Alarm()
 
+    def __repr__(self) -> str:
+        resting = ", resting" if self.resting else ""
+        return (
+            f"Watch(a check every {self.guard.every} batches, {len(self.events)} events{resting})"
+        )
+
     @property
     def events(self) -> list[Event]:
         """What was done so far, the latest 400."""

@@ -7,7 +7,7 @@ import os
 import re
 
 from fata._text import near
-from fata.zoo import hugging_face, model_file, sources
+from fata.zoo import hugging_face, model_file, own, sources
 from fata.zoo.loaded import Loaded, Weights, ZooError
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 from fata.zoo.sources import PAPER
@@ -23,7 +23,8 @@ def load(name: str | os.PathLike[str], *, protocol: str | None = None) -> Loaded
     Args:
         name: one of `NAMES`; `timm:NAME.TAG`, `torchvision:NAME.WEIGHTS`; `hf:ID` or `hf:./folder`;
             `FILE:ARCH` of a safetensors, pth or pt file, ARCH being timm's or ours, or
-            `torchvision:NAME`; a FILE that we wrote needs no ARCH.
+            `torchvision:NAME`; a FILE that we wrote needs no ARCH; `my_module:build`, a function of
+            your own that returns `(model, fata.zoo.Preprocess(...))`.
         protocol: `sar` for the published tables of the paper's networks: ImageNet's mean and std,
             though the ViT was trained with 0.5. None: each network's own.
 
@@ -53,12 +54,15 @@ def _load(name: str) -> Loaded:
 
     if name in embedded.NAMES:
         return embedded.load(name)
+    if own.is_own(name):
+        return own.load(name)
     if full := sources.tags(name):
         raise ZooError(f"{name!r} does not say which weights: choose {', '.join(full)}.")
     names = (*PAPER, *embedded.NAMES)
     raise ZooError(
         f"unknown model {name!r}: choose one of {', '.join(names)}, or give timm:NAME, "
-        f"torchvision:NAME, hf:ID or FILE.safetensors:ARCH.{near(name, names)}"
+        f"torchvision:NAME, hf:ID, FILE.safetensors:ARCH or your own my_module:build."
+        f"{near(name, names)}"
     )
 
 

@@ -16,6 +16,7 @@ from fata._text import near
 from fata.zoo import mini
 from fata.zoo.download import check_hub, check_url, downloading, hub_instructions, url_instructions
 from fata.zoo.loaded import Loaded, Weights, ZooError
+from fata.zoo.own import Own, is_own
 from fata.zoo.preprocess import Preprocess
 
 PAPER = {
@@ -46,6 +47,8 @@ def architecture(name: str) -> Architecture:
         return Torchvision(rest, weights=False)
     if library in ("", "timm"):
         return Mini(name) if name in mini.NAMES else Timm(rest, weights=False)
+    if is_own(name):
+        return Own(name)
     raise ZooError(
         f"unknown architecture {name!r}: give timm:NAME, torchvision:NAME, or one of "
         f"{', '.join((*PAPER, *mini.NAMES))}."

@@ -237,7 +237,7 @@ def test_ours_are_the_stores_and_the_difference_is_to_the_papers(tmp_path):
         assert ours == pytest.approx(mean(accuracies[rows[row]]))
         assert paper == table("table6").rows[row][column]
         assert difference == pytest.approx(ours - paper)
-        shown = rf"{re.escape(row)} +{paper:.2f} +{ours:.2f} +\{difference:+.2f}"
+        shown = rf"{re.escape(row)} +{paper:.2f} +{ours:.2f}° +\{difference:+.2f}"  # one step
         assert re.search(shown, first.output), row
     assert "12 cells, 12 of them" in reproduce(*arguments).output
     assert len(Store("results.db")) == 12
@@ -276,12 +276,7 @@ def test_table4_counts_macs_by_the_papers_rule(tmp_path):
     for row in ("source", "sar+fata"):
         expected = cost(network, row, torch.rand(2, 3, 32, 32), 0.4).paper
         assert rows[row]["gmacs"].ours == pytest.approx(expected / 1e9)
-        assert rows[row]["accuracy"] == (
-            table("table4").rows[row]["accuracy"],
-            None,
-            False,
-            "{:.2f}",
-        )
+        assert rows[row]["accuracy"] == Pair(table("table4").rows[row]["accuracy"], None)
 
 
 def test_a_cell_that_failed_leaves_a_gap_and_no_average():
@@ -301,7 +296,7 @@ def test_a_cell_that_failed_leaves_a_gap_and_no_average():
 def record(accuracy=50.0, collapsed=False, selected=(), **result):
     classes = {"images": [50] * 4, "right": [10, 20, 30, 40], "selected": {"sar": list(selected)}}
     facts = {"accuracy": accuracy, "collapsed_at": 3 if collapsed else None, "rows": 200}
-    return Record("k", {}, {}, {**facts, "classes": classes, **result}, "")
+    return Record("k", {"method": "sar"}, {}, {**facts, "classes": classes, **result}, "")
 
 
 def test_figure_1_counts_rows_and_classes_under_the_threshold():

@@ -35,11 +35,12 @@ _PUBLISHED = {"vit_base": "vit_base@sar"}  # the protocol of the paper's numbers
 class DataPaths:
     """Where the user's data is."""
 
-    data: str | None = None  # for the networks in the package
+    data: str | None = None  # for the networks in the package, or for `model`
     imagenet_c: Path | None = None
     imagenet: Path | None = None
     office_home: Path | None = None
     sources: Path = Path()  # models trained on Office-Home
+    model: str | None = None  # in place of the paper's
 
 
 class TableCell(NamedTuple):
@@ -75,7 +76,9 @@ def plan(one: Experiment, given: DataPaths, seeds: int = 1, images: int | None =
     folders = (given.imagenet_c, given.imagenet, given.office_home)
     if given.data is not None and any(folders):
         raise GridError(f"--data {given.data} is instead of other data: give it alone.")
-    if given.data is not None:
+    if given.model is not None:
+        made = _other(one, given.model, given.data, seeds, images)
+    elif given.data is not None:
         made = _small(one, given.data, seeds, images)
     elif one.numbers.data == "office-home":
         made = _shifts(one, given, seeds, images)
@@ -84,6 +87,24 @@ def plan(one: Experiment, given: DataPaths, seeds: int = 1, images: int | None =
     if images is None:
         return made
     return replace(made, notes=(*made.notes, f"At most {images} images of each stream."))
+
+
+def with_methods(one: Experiment, methods: Sequence[str]) -> Experiment:
+    """An experiment with further rows, which the paper does not have."""
+    if methods and one.figure:
+        raise GridError(f"--methods: {one.name} is a figure; give a table.")
+    return replace(one, methods=(*one.methods, *methods))
+
+
+def _other(one: Experiment, model: str, data: str | None, seeds: int, images: int | None) -> Plan:
+    """With any model, on data that fits it."""
+    if data is None:
+        raise GridError(f"--model {model}: give --data too, such as --data folder:DIR.")
+    note = (
+        f"{model} on {data} in place of {one.numbers.model}: the paper's numbers are of another "
+        f"network, so the difference is no test of anything."
+    )
+    return Plan(_cells(one, model, data, seeds, images), (note,))
 
 
 def _small(one: Experiment, data: str, seeds: int, images: int | None) -> Plan:

@@ -9,7 +9,8 @@ from statistics import fmean, mean
 
 from fata.adapter import adapt
 from fata.bench.cell import key
-from fata.bench.cost import paper
+from fata.bench.cost import PAPER, paper
+from fata.bench.marks import marks
 from fata.bench.paper.experiments import Experiment
 from fata.bench.paper.numbers import table
 from fata.bench.paper.plan import Plan
@@ -93,7 +94,7 @@ def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:
         whole, tail = runner.macs(model, adapter)
     finally:
         adapter.unwrap()
-    return {row: paper(row, whole, tail) / 1e9 for row in one.methods}
+    return {row: paper(row, whole, tail) / 1e9 for row in one.methods if row in PAPER}
 
 
 def _accuracies(one: Experiment, found: RecordsByPart, costs: Mapping[str, float]) -> Rows:
@@ -101,12 +102,14 @@ def _accuracies(one: Experiment, found: RecordsByPart, costs: Mapping[str, float
     overall = [column for column in one.numbers.columns if column in _OVERALL]
     detailed = len(overall) < len(one.numbers.columns)
     averages = {row: _over(parts.values()) for row, parts in found.items()}
+    marked = marks(_all(found))
     rows: dict[str, dict[str, Pair]] = {}
     for row, parts in found.items():
         known = one.numbers.rows.get(row, {})
         fallen = {part: _collapsed(records) for part, records in parts.items()}
+        idle = {part: any(r.key in marked for r in records) for part, records in parts.items()}
         pairs = {
-            part: Pair(known.get(part), _accuracy(records), fallen[part])
+            part: Pair(known.get(part), _accuracy(records), fallen[part], idle=idle[part])
             for part, records in parts.items()
             if detailed
         }
@@ -118,7 +121,8 @@ def _accuracies(one: Experiment, found: RecordsByPart, costs: Mapping[str, float
                 host = averages.get(row.removesuffix("+fata")) if "+fata" in row else None
                 pairs[column] = Pair(said, _less(averages[row], host))
             else:
-                pairs[column] = Pair(said, averages[row], any(fallen.values()))
+                collapsed = any(fallen.values())
+                pairs[column] = Pair(said, averages[row], collapsed, idle=any(idle.values()))
         rows[row] = pairs
     return rows
 

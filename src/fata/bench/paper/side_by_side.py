@@ -25,6 +25,7 @@ class Pair(NamedTuple):
     ours: float | None
     collapsed: bool = False  # ours, in some cell
     form: str = PERCENT
+    idle: bool = False  # the method has learned too little to tell, in some cell
 
     @property
     def difference(self) -> float | None:
@@ -33,12 +34,12 @@ class Pair(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, str, str]:
-        """The paper's, ours and the difference; a dagger marks a collapse."""
+        """The paper's, ours and the difference; † collapsed, ° learned too little to tell."""
         signed = self.form.replace(":", ":+")
-        dagger = "†" if self.collapsed and self.ours is not None else ""
+        signs = ("†" if self.collapsed else "") + ("°" if self.idle else "")
         return (
             _text(self.paper, self.form),
-            _text(self.ours, self.form) + dagger,
+            _text(self.ours, self.form) + (signs if self.ours is not None else ""),
             _text(self.difference, signed),
         )
 
@@ -87,11 +88,12 @@ def as_csv(table: SideBySide) -> str:
     """One line a number, for other programs."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["row", "column", "paper", "ours", "difference"])
+    writer.writerow(["row", "column", "paper", "ours", "difference", "collapsed", "idle"])
     for name, pairs in table.rows.items():
         for column in table.columns:
             pair = pairs[column]
-            writer.writerow([name, column, pair.paper, pair.ours, pair.difference])
+            numbers = (pair.paper, pair.ours, pair.difference)
+            writer.writerow([name, column, *numbers, pair.collapsed, pair.idle])
     return out.getvalue()
 
 

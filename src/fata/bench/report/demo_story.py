@@ -8,21 +8,20 @@ the batch's statistics. The guard is shown on a stream on which a host collapses
 
 from __future__ import annotations
 
-import base64
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 
 from fata.bench.cell import Cell
 from fata.bench.grid import Grid
 from fata.bench.paired import Flags, Gain, gain, unpack
 from fata.bench.report.figures import Figure
+from fata.bench.report.overview import fate
 from fata.bench.report.tables import domain_name
+from fata.bench.samples import data_url
 from fata.bench.store import Record
 from fata.data import Dataset
 from fata.data import open as open_data
@@ -265,9 +264,9 @@ def strips(
             "first": start + 1,
             "shown": [
                 {
-                    "source": _data_url(image),
+                    "source": data_url(image),
                     "label": labels[label],
-                    "fate": _fate(bool(before[at]), bool(after[at])),
+                    "fate": fate(bool(before[at]), bool(after[at])),
                 }
                 for at, (image, label) in enumerate(shown, start)
             ],
@@ -279,12 +278,6 @@ def readable(corruption: str) -> str:
     return corruption.replace("_", " ")
 
 
-def _fate(before: bool, after: bool) -> str:
-    if after:
-        return "stays right" if before else "became right"
-    return "became wrong" if before else "stays wrong"
-
-
 def _images_from(cell: Cell, dataset: Dataset, start: int) -> Iterator[tuple[Tensor, int]]:
     seen = 0
     for batch in cell.stream(dataset):
@@ -294,14 +287,6 @@ def _images_from(cell: Cell, dataset: Dataset, start: int) -> Iterator[tuple[Ten
             seen += 1
         if seen >= start + SHOWN:
             return
-
-
-def _data_url(image: Tensor) -> str:
-    """An image as a data URL."""
-    pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
-    out = io.BytesIO()
-    Image.fromarray(pixels).save(out, "PNG")
-    return f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
 
 
 def _place(record: Record) -> tuple[str, str, str, bool]:

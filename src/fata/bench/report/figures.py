@@ -9,7 +9,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fata.bench.report.tables import Comparison, domain_name, hosts_of, labels, settings
+from fata.bench.paired import Z
+from fata.bench.report.names import hosts_of, labels, settings
+from fata.bench.report.tables import Comparison, domain_name
 from fata.bench.store import Record
 from fata.bench.summary import BINS
 
@@ -18,7 +20,9 @@ _PALE = {"tent": "#9ecae1", "eata": "#fdae6b", "sar": "#a1d99b", "deyo": "#fc927
 _STRONG = {"tent": "#1f77b4", "eata": "#e6550d", "sar": "#238b45", "deyo": "#cb181d"}
 _OTHERS = ("#7f7f7f", "#111111", "#9467bd", "#8c564b", "#e377c2", "#17becf", "#bcbd22")
 _RIGHT, _WRONG, _DASH = "#238b45", "#cb181d", {"dash": "dash", "width": 1}
+DASHED = {"color": "#7f7f7f", "dash": "dash"}
 MEAN = "mean of all"
+LEAST = 10  # percentage points on an axis
 ENTROPIES = "Entropy of right and wrong predictions"  # of one method at a time
 Runs = dict[str, list[Record]]  # by the name of the method
 Colours = dict[str, str]
@@ -33,7 +37,9 @@ class Figure(NamedTuple):
 
 
 def _axes(x: str, y: str, **more: Any) -> dict[str, Any]:
-    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}, **more}
+    """Axes with titles; one of percentages shows ten points at least, not noise in full height."""
+    least = {"least": LEAST} if y.endswith("%") else {}
+    return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}, **least}, **more}
 
 
 def domains(records: Iterable[Record]) -> list[str]:
@@ -47,33 +53,52 @@ def colours(comparison: Comparison) -> Colours:
     taken, found, others = set[str](), {}, 0
     for line in comparison.lines:
         spec = line.method.partition(" ")[0]
-        host, _, plus = spec.partition("+")
-        colour = (_STRONG if plus else _PALE).get(host)
-        if not colour or spec in taken:
-            hue = f"hsl({137 * others % 360}, 65%, 45%)"  # neighbours far apart
-            colour = _OTHERS[others] if others < len(_OTHERS) else hue
+        known = _of_spec(spec)
+        if not known or spec in taken:
+            known = _other_colour(others)
             others += 1
-        found[line.method] = colour
+        found[line.method] = known
         taken.add(spec)
     return found
 
 
-def figures(comparison: Comparison) -> dict[str, Figure]:
-    """Every figure that the records have data for, by title."""
+def spec_colour(method: str, number: int) -> str:
+    """The colour of a method with fields; of an unknown one by its number."""
+    return _of_spec(method.partition(":")[0]) or _other_colour(number)
+
+
+def _of_spec(spec: str) -> str | None:
+    host, _, plus = spec.partition("+")
+    return (_STRONG if plus else _PALE).get(host)
+
+
+def _other_colour(number: int) -> str:
+    hue = f"hsl({137 * number % 360}, 65%, 45%)"  # neighbours far apart
+    return _OTHERS[number] if number < len(_OTHERS) else hue
+
+
+def runs(comparison: Comparison) -> Runs:
+    """The records of each row of a table."""
     by_name: Runs = {line.method: [] for line in comparison.lines}
     for record, name in zip(comparison.records, labels(comparison.records), strict=True):
         by_name[name].append(record)
-    shades = colours(comparison)
+    return by_name
+
+
+def figures(comparison: Comparison) -> dict[str, Figure]:
+    """Every figure that the records have data for, by title."""
+    by_name, shades = runs(comparison), colours(comparison)
     selecting = {
         name: records
         for name, records in by_name.items()
         if any(sum(_selected(r)) for r in records)
     }
     made = {
-        "Accuracy over the stream": _over_time(by_name, shades, "online", "accuracy so far, %"),
+        "Accuracy over the stream": accuracy_over_time(by_name, shades),
         "Entropy over the stream": _over_time(by_name, shades, "entropy", "mean entropy, nats"),
-        "Accuracy against speed": _speed(by_name, shades),
     }
+    if len(by_name) > 1:
+        made["Accuracy against speed"] = _speed(by_name, shades)
     if selecting:
         made |= {
             "Selected rows over the stream": _shares(selecting, shades, "selected", "selected, %"),
@@ -89,6 +114,32 @@ def figures(comparison: Comparison) -> dict[str, Figure]:
         if swept.data:
             made[f"Sensitivity to {title.partition(' ')[0]}"] = swept
     return made
+
+
+def accuracy_over_time(by_name: Runs, colours: Colours) -> Figure:
+    """Accuracy so far, with a band of its 95 % interval over images."""
+    figure = _over_time(by_name, colours, "online", "accuracy so far, %")
+    for line in figure.data:
+        if line["mode"] == "lines":
+            some = [r for r in by_name[line["name"]] if line["meta"] in (MEAN, _domain(r))]
+            line["band"] = _band(some, line["y"])
+    return figure
+
+
+def _band(records: Sequence[Record], points: Sequence[float | None]) -> list[float]:
+    """Half the width of the interval at each point; seeds are the same images once more."""
+    seeds = len({record.protocol["seed"] for record in records})
+    halves = []
+    for at, point in enumerate(points):
+        variance = 0.0
+        for record in records:
+            curve, size = record.result["curve"], record.protocol["batch_size"]
+            place = min(at, len(curve["batch"]) - 1)
+            images = min(record.result["rows"], curve["batch"][place] * size)
+            share = (point or 0) / 100
+            variance += share * (1 - share) / images
+        halves.append(_short(100 * Z * math.sqrt(variance * seeds) / len(records)))
+    return halves
 
 
 def _over_time(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:

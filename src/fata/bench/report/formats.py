@@ -1,18 +1,22 @@
-"""A comparison as Markdown, CSV or LaTeX."""
+"""Comparisons as Markdown, CSV, JSON or LaTeX."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from fata._text import printable
+from fata.bench.report.protocol import in_words
+from fata.bench.report.remarks import cautions, remarks
+from fata.bench.report.rows import COLUMNS, rows
 from fata.bench.report.tables import AVERAGE, GROUPS, SHORT, Comparison, Line, Value
 
 
 def markdown(comparison: Comparison) -> str:
-    """A table; the best is bold, a collapsed cell has a dagger."""
+    """A table with its protocol in words; the best is bold if it is so by more than noise."""
     columns = _columns(comparison)
     head = ["method", *(in_markdown(SHORT.get(c, c)) for c in columns), "gain"]
     lines = [
@@ -27,8 +31,8 @@ def markdown(comparison: Comparison) -> str:
             for column, text in zip(columns, _texts(line, columns), strict=True)
         ]
         lines.append(f"| {' | '.join([in_markdown(line.method), *cells, _gain(line)])} |")
-    notes = [line for note in comparison.notes for line in ("", in_markdown(note))]
-    return "\n".join([*lines, *notes]) + "\n"
+    below = [line for note in _below(comparison) for line in ("", in_markdown(note))]
+    return "\n".join([*lines, *below]) + "\n"
 
 
 def latex(comparison: Comparison) -> str:
@@ -44,12 +48,13 @@ def latex(comparison: Comparison) -> str:
         cells = []
         for column, text in zip(columns, _texts(line, columns), strict=True):
             mark = {1: r"\textbf", 2: r"\underline"}.get(comparison.rank(column, line))
-            text = text.replace("†", r"$^\dagger$").replace("±", r"$\pm$")
+            for sign, made in (("†", r"$^\dagger$"), ("°", r"$^\circ$"), ("±", r"$\pm$")):
+                text = text.replace(sign, made)
             cells.append(f"{mark}{{{text}}}" if mark and text else text)
         rows.append(" & ".join([in_latex(line.method), *cells, _gain(line)]) + r" \\")
     return "\n".join(
         [
-            *(f"% {printable(line)}" for line in (comparison.title, *comparison.notes)),
+            *(f"% {printable(line)}" for line in (comparison.title, *_below(comparison))),
             rf"\begin{{tabular}}{{l{'r' * (len(columns) + 1)}}}",
             r"\toprule",
             *([rf" & {heads} \\"] if heads else []),
@@ -63,20 +68,34 @@ def latex(comparison: Comparison) -> str:
     )
 
 
-def as_csv(comparison: Comparison) -> str:
-    """One row a method, column and seed, for other programs."""
+def as_csv(comparisons: Sequence[Comparison]) -> str:
+    """Every column of every cell and domain, for other programs."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    about = (comparison.model, comparison.data, comparison.scenario, comparison.severity)
-    for line in comparison.lines:
-        for column, value in line.values.items():
-            for seed, accuracy in value.seeds.items():
-                writer.writerow([*about, column, line.method, seed, repr(accuracy)])
+    writer = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows(comparisons))
     return out.getvalue()
 
 
-CSV_HEADER = "model,data,scenario,severity,domain,method,seed,accuracy\n"
-FORMATS: dict[str, Callable[[Comparison], str]] = {"md": markdown, "csv": as_csv, "latex": latex}
+def as_json(comparisons: Sequence[Comparison]) -> str:
+    """The same as a list of objects."""
+    return json.dumps(rows(comparisons), indent=1) + "\n"
+
+
+FORMATS: dict[str, Callable[[Sequence[Comparison]], str]] = {
+    "md": lambda comparisons: "\n".join(map(markdown, comparisons)),
+    "csv": as_csv,
+    "json": as_json,
+    "latex": lambda comparisons: "\n".join(map(latex, comparisons)),
+}
+
+
+def _below(comparison: Comparison) -> tuple[str, ...]:
+    """What stands below a table."""
+    within = ("Gains with their 95 % interval over images.",)
+    gains = within if any(line.gain for line in comparison.lines) else ()
+    said = (*in_words(comparison), *gains, *cautions(comparison.records), *remarks(comparison))
+    return tuple(map(printable, said))
 
 
 def _columns(comparison: Comparison) -> tuple[str, ...]:
@@ -89,15 +108,16 @@ def _texts(line: Line, columns: tuple[str, ...]) -> Iterator[str]:
 
 
 def text(value: Value | None, *, deviation: bool = False) -> str:
-    """A value for a table; a dagger where a seed collapsed."""
+    """A value for a table; † where a seed collapsed, ° where the method learned too little."""
     if value is None:
         return ""
     spread = f" ± {value.deviation:.2f}" if deviation and value.deviation is not None else ""
-    return f"{value.mean:.2f}{spread}{'†' if value.collapsed else ''}"
+    signs = ("†" if value.collapsed else "") + ("°" if value.idle else "")
+    return f"{value.mean:.2f}{spread}{signs}"
 
 
 def _gain(line: Line) -> str:
-    return "" if line.gain is None else f"{line.gain:+.2f}"
+    return "" if line.gain is None else str(line.gain)
 
 
 _LATEX = {

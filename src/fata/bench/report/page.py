@@ -5,7 +5,8 @@ The templates escape every name by themselves: a folder may be called anything.
 
 from __future__ import annotations
 
-import json
+import base64
+import gzip
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,9 @@ from plotly.offline import get_plotlyjs
 
 from fata.bench.report.figures import ENTROPIES, Figure, colours, domains, figures
 from fata.bench.report.formats import text
+from fata.bench.report.overview import overview
+from fata.bench.report.protocol import in_words
+from fata.bench.report.remarks import cautions, remarks
 from fata.bench.report.tables import AVERAGE, GROUPS, SHORT, Comparison, Line
 
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -27,8 +31,12 @@ def page(
     comparisons: Sequence[Comparison],
     title: str = "Test-time adaptation",
     story: Mapping[str, Any] | None = None,
+    top: Mapping[str, Any] | None = None,
 ) -> str:
-    """Tables like the paper's, curves and histograms, with filters; above them a `story`."""
+    """Tables like the paper's, curves and histograms, with filters.
+
+    Above them is the demo's `story`; or `top`, which is an overview of the first table by default.
+    """
     specs = dict.fromkeys(_spec(line) for c in comparisons for line in c.lines)
     made: str = (
         _environment()
@@ -44,10 +52,25 @@ def page(
             sections=[_section(number, c) for number, c in enumerate(comparisons)],
             style=_asset("page.css"),
             script=_asset("page.js"),
-            plotly=Markup(get_plotlyjs()),
+            overview=None if story else _overview(comparisons, top),
+            plotly=_plotly(),
         )
     )
     return made
+
+
+def _overview(
+    comparisons: Sequence[Comparison], top: Mapping[str, Any] | None
+) -> dict[str, Any] | None:
+    """What is given, or that of the first table that compares something."""
+    made = top or next(filter(None, map(overview, comparisons)), None)
+    return None if made is None else {**made, "figure": drawing("overview", "", made["figure"])}
+
+
+@cache
+def _plotly() -> str:
+    """The drawing library, a third of its size: the page unpacks it."""
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode())).decode()
 
 
 def drawing(at: str, title: str, figure: Figure) -> dict[str, Any]:
@@ -74,14 +97,14 @@ def _asset(name: str) -> Markup:
 
 
 def _section(number: int, comparison: Comparison) -> dict[str, Any]:
-    columns = (*comparison.columns, AVERAGE)
-    seeds = len({record.protocol["seed"] for record in comparison.records})
+    columns = (AVERAGE, *comparison.columns)
     return {
         "comparison": comparison,
         "groups": list(_groups(columns)),
         "columns": [(name, SHORT.get(name, name)) for name in columns],
         "rows": [_row(comparison, line, columns) for line in comparison.lines],
-        "notes": (f"{seeds} seed{'s' if seeds > 1 else ''}", *comparison.notes),
+        "protocol": in_words(comparison),
+        "remarks": (*cautions(comparison.records), *remarks(comparison)),
         "legend": _legend(comparison),
         "domains": domains(comparison.records),
         "methods": [line.method for line in comparison.lines],
@@ -89,17 +112,7 @@ def _section(number: int, comparison: Comparison) -> dict[str, Any]:
             drawing(f"figure-{number}-{place}", title, figure)
             for place, (title, figure) in enumerate(figures(comparison).items())
         ],
-        "protocols": _protocols(comparison),
     }
-
-
-def _protocols(comparison: Comparison) -> str:
-    protocols = [
-        {**{k: v for k, v in r.protocol.items() if k not in ("domains", "seed")}, **r.circumstances}
-        for r in comparison.records
-    ]
-    distinct = dict.fromkeys(json.dumps(p, indent=1, sort_keys=True) for p in protocols)
-    return "\n".join(list(distinct)[:20])
 
 
 def _legend(comparison: Comparison) -> list[dict[str, Any]]:
@@ -122,33 +135,32 @@ def _legend(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def _groups(columns: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """The heads above the columns, each with how many it spans; the last is that of the rest."""
-    left = len(columns) + 1  # and the gain
+    """The heads above the columns after the gain, each with how many it spans; then the rest."""
+    left = len(columns) - 1  # but the average
     for name, members in GROUPS.items():
         if width := sum(member in columns for member in members):
             yield name, width
             left -= width
-    yield "", left
+    if left:
+        yield "", left
 
 
 def _row(comparison: Comparison, line: Line, columns: Sequence[str]) -> dict[str, Any]:
     cells = []
     for column in columns:
         value = line.at(column)
-        marks = [("", "best", "second")[comparison.rank(column, line)]]
-        if value is not None and value.collapsed:
-            marks.append("collapsed")
+        marks = [("", "best", "level")[comparison.rank(column, line)]]
+        if value is not None:
+            marks += ["collapsed"] * bool(value.collapsed) + ["idle"] * bool(value.idle)
         shown = text(value, deviation=column == AVERAGE)
         cells.append({"marks": " ".join(filter(None, marks)), "text": shown})
-    gain = "" if line.gain is None else f"{line.gain:+.2f}"
-    way = {"+": "up", "-": "down"}.get(gain[:1], "") if gain not in ("+0.00", "-0.00") else ""
     return {
         "spec": _spec(line),
         "method": line.method,
         "plus": "+" in line.method,
         "cells": cells,
-        "gain": gain,
-        "way": way,
+        "gain": line.gain.texts if line.gain else {},
+        "way": ("noise", "up", "down")[line.gain.sign if line.gain else 0],
     }
 
 

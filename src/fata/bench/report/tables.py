@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from fata.bench import paired
+from fata.bench.marks import marks
+from fata.bench.paired import Flags, Gain
+from fata.bench.report.names import hosts_of, labels, ordered, usual
 from fata.bench.store import Record
 from fata.corruptions import BY_NAME, NAMES
-from fata.methods import SPECS
 
 GROUPS = {
     "Noise": ("gaussian_noise", "shot_noise", "impulse_noise"),
@@ -31,6 +32,8 @@ class Value:
 
     seeds: Mapping[int, float]
     collapsed: int = 0  # number of seeds
+    idle: int = 0  # number of seeds in which the method has learned too little to tell
+    right: Mapping[int, tuple[Flags, ...]] = field(default_factory=dict, repr=False)  # by stream
 
     @property
     def mean(self) -> float:
@@ -42,6 +45,17 @@ class Value:
         """Between seeds; None for a single one."""
         return statistics.stdev(self.seeds.values()) if len(self.seeds) > 1 else None
 
+    def gain(self, host: Value) -> Gain:
+        """The gain over another method on the same streams."""
+        seeds = [seed for seed in self.seeds if seed in host.seeds]
+        if seeds and all(seed in one.right for seed in seeds for one in (self, host)):
+            each = [paired.gain(host.right[seed], self.right[seed]) for seed in seeds]
+            return paired.over_seeds(each)
+        means = [self.seeds[seed] - host.seeds[seed] for seed in seeds]
+        mean = self.mean - host.mean
+        known = paired.interval(means) if len(means) > 1 else None
+        return Gain(mean, mean, mean, 0, known)
+
 
 @dataclass(frozen=True)
 class Line:
@@ -50,7 +64,7 @@ class Line:
     method: str
     values: Mapping[str, Value]
     average: Value | None  # None if a column is missing
-    gain: float | None = None  # of the average over the host's
+    gain: Gain | None = None  # of the average over the host's
 
     def at(self, column: str) -> Value | None:
         """The value of a column, the average included."""
@@ -83,20 +97,42 @@ class Comparison:
         """The settings that most rows of a method share, which the rows' names leave out."""
         kept = {
             method: ", ".join(f"{name}={value}" for name, value in fields.items() if value)
-            for method, fields in _usual(self.records).items()
+            for method, fields in usual(self.records).items()
         }
         return tuple(
             f"{m}, unless its row says otherwise: {fields}" for m, fields in kept.items() if fields
         )
 
     def rank(self, column: str, line: Line) -> int:
-        """1 for the best mean of a column, 2 for the second best, 0 for the others."""
-        value = line.at(column)
-        if value is None:
-            return 0
-        means = [round(v.mean, 2) for one in self.lines if (v := one.at(column))]
-        better = sum(mean > round(value.mean, 2) for mean in means)
-        return better + 1 if better < 2 and len(set(means)) > 1 else 0
+        """1 for the best of a column alone, 2 for those within noise of the best, 0 for others.
+
+        Without the images that were right, as in older stores, equal means are within noise.
+        """
+        return self._ranks[column].get(line.method, 0)
+
+    @cached_property
+    def _ranks(self) -> dict[str, dict[str, int]]:
+        """By column and method."""
+        return {
+            column: _ranks({line.method: line.at(column) for line in self.lines})
+            for column in (*self.columns, AVERAGE)
+        }
+
+
+def _ranks(values: Mapping[str, Value | None]) -> dict[str, int]:
+    """Methods that have learned too little to tell have no rank."""
+    known = {name: value for name, value in values.items() if value and not value.idle}
+    if len({round(value.mean, 2) for value in known.values()}) < 2:
+        return {}
+    best = max(known, key=lambda name: known[name].mean)
+    level = [name for name in known if name != best and not _beyond(known[best], known[name])]
+    return {best: 2 if level else 1, **dict.fromkeys(level, 2)}
+
+
+def _beyond(best: Value, other: Value) -> bool:
+    """Whether the best is better by more than noise."""
+    gain = best.gain(other)
+    return gain.sign > 0 if gain.images else round(gain.mean, 2) > 0
 
 
 def comparisons(records: Iterable[Record]) -> list[Comparison]:
@@ -132,128 +168,71 @@ def _scenario(protocol: Mapping[str, Any]) -> str:
     return f"{protocol['scenario']['name']}{more}{images}"
 
 
+class _Outcome(NamedTuple):
+    """A domain in one run."""
+
+    accuracy: float
+    collapsed: bool
+    idle: bool
+    right: Flags | None  # of the whole stream
+
+
 def _lines(records: Sequence[Record]) -> tuple[tuple[str, ...], tuple[Line, ...]]:
-    names = labels(records)
-    found: dict[str, dict[str, dict[int, tuple[float, bool]]]] = {}
+    names, idle = labels(records), marks(records)
+    found: dict[str, dict[str, dict[int, _Outcome]]] = {}
     for record, name in zip(records, names, strict=True):
-        for domain, accuracy in record.result["domains"].items():
-            column = domain_name(domain)
-            cell = (accuracy, record.result["collapsed_at"] is not None)
-            seeds = found.setdefault(name, {}).setdefault(column, {})
-            seeds[record.protocol["seed"]] = cell
+        result = record.result
+        flags = paired.unpack(result["right"], result["rows"]) if "right" in result else None
+        for domain, accuracy in result["domains"].items():
+            collapsed = result["collapsed_at"] is not None
+            outcome = _Outcome(accuracy, collapsed, record.key in idle, flags)
+            seeds = found.setdefault(name, {}).setdefault(domain_name(domain), {})
+            seeds[record.protocol["seed"]] = outcome
     met = {column for row in found.values() for column in row}
     columns = (*(n for n in NAMES if n in met), *sorted(met - set(NAMES)))
-    lines = {name: _line(name, found[name], columns) for name in _ordered(found)}
+    lines = {name: _line(name, found[name], columns) for name in ordered(found)}
     hosts = hosts_of(records, names)
     return columns, tuple(_with_gain(line, lines.get(hosts[n])) for n, line in lines.items())
 
 
-def _line(
-    name: str, row: Mapping[str, Mapping[int, tuple[float, bool]]], columns: Sequence[str]
-) -> Line:
-    values = {
-        column: Value(
-            {seed: accuracy for seed, (accuracy, _) in sorted(cells.items())},
-            sum(fallen for _, fallen in cells.values()),
-        )
-        for column, cells in row.items()
-    }
+def _line(name: str, row: Mapping[str, Mapping[int, _Outcome]], columns: Sequence[str]) -> Line:
+    values = {column: _value(dict(sorted(seeds.items()))) for column, seeds in row.items()}
     average = None
     if set(values) == set(columns) and len({tuple(v.seeds) for v in values.values()}) == 1:
         seeds = next(iter(values.values())).seeds
         means = {s: statistics.mean(v.seeds[s] for v in values.values()) for s in seeds}
-        average = Value(means, sum(value.collapsed for value in values.values()))
+        average = Value(
+            means,
+            sum(value.collapsed for value in values.values()),
+            sum(value.idle for value in values.values()),
+            _streams([row[column] for column in columns]),
+        )
+    flags = [id(one.right) for seeds in row.values() for one in seeds.values()]
+    if len(set(flags)) < len(flags):  # domains share a stream: whose images are whose is unknown
+        values = {column: replace(value, right={}) for column, value in values.items()}
     return Line(name, values, average)
+
+
+def _value(seeds: Mapping[int, _Outcome]) -> Value:
+    return Value(
+        {seed: one.accuracy for seed, one in seeds.items()},
+        sum(one.collapsed for one in seeds.values()),
+        sum(one.idle for one in seeds.values()),
+        _streams([seeds]),
+    )
+
+
+def _streams(columns: Sequence[Mapping[int, _Outcome]]) -> dict[int, tuple[Flags, ...]]:
+    """By seed: the flags of every stream once, also of one that several columns share."""
+    found: dict[int, dict[int, Flags]] = {}
+    for column in columns:
+        for seed, one in column.items():
+            if one.right is not None:
+                found.setdefault(seed, {})[id(one.right)] = one.right
+    return {seed: tuple(streams.values()) for seed, streams in found.items()}
 
 
 def _with_gain(line: Line, host: Line | None) -> Line:
     if host is None or host.average is None or line.average is None:
         return line
-    gain = line.average.mean - host.average.mean
-    return Line(line.method, line.values, line.average, gain)
-
-
-def hosts_of(records: Sequence[Record], names: Sequence[str]) -> dict[str, str]:
-    """The host with the same settings, by the name with FATA; "" if there is none."""
-    own: dict[str, dict[str, str]] = {}  # of hosts: method, settings, name
-    for record, name in zip(records, names, strict=True):
-        if not record.protocol["plus"]:
-            settings = json.dumps(_host_settings(record.protocol))
-            own.setdefault(record.protocol["method"], {})[settings] = name
-    hosts = dict.fromkeys(names, "")
-    for record, name in zip(records, names, strict=True):
-        host, plus, _ = record.protocol["method"].partition("+fata")
-        if plus and host in own:
-            alone = list(dict.fromkeys(own[host].values()))
-            only = alone[0] if len(alone) == 1 else ""
-            hosts[name] = own[host].get(json.dumps(_host_settings(record.protocol)), only)
-    return hosts
-
-
-def settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a method, of FATA and of the run, by the names that `fata bench` has for them."""
-    host, plus = protocol["host"], protocol["plus"] or {}
-    own = {f"fata_{name}" if name in host else name: value for name, value in plus.items()}
-    return {**_host_settings(protocol), **own}
-
-
-def _host_settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **protocol["host"],
-        "lr": protocol["lr"],
-        "params": protocol.get("params"),
-        "batch_size": protocol["batch_size"],
-        "window": protocol.get("window"),
-        "speed": protocol.get("speed", "exact"),
-        "guard": bool(protocol.get("guard")),
-        "fisher": protocol.get("fisher"),
-    }
-
-
-def labels(records: Sequence[Record]) -> list[str]:
-    """A method's name for each record, with the fields that differ from the most common ones."""
-    usual = _usual(records)
-    names = []
-    for record in records:
-        method, here = record.protocol["method"], settings(record.protocol)
-        odd = [name for name, most in usual[method].items() if str(here.get(name)) != most]
-        names.append(" ".join([method, *(f"{name}={here.get(name)}" for name in odd)]))
-    return names
-
-
-def _usual(records: Iterable[Record]) -> dict[str, dict[str, str | None]]:
-    """By method: the fields that differ, with their most common value, or None for a tie."""
-    every: dict[str, dict[str, dict[str, Any]]] = {}
-    for record in records:
-        one = settings(record.protocol)
-        every.setdefault(record.protocol["method"], {})[json.dumps(one)] = one
-    found: dict[str, dict[str, str | None]] = {}
-    for method, variants in every.items():
-        found[method] = {}
-        for name in dict.fromkeys(name for one in variants.values() for name in one):
-            values = Counter(str(one.get(name)) for one in variants.values())
-            if len(values) > 1:
-                (most, times), (_, next_times) = values.most_common(2)
-                found[method][name] = most if times > next_times else None
-    return found
-
-
-def _ordered(names: Iterable[str]) -> list[str]:
-    """In the registry's order, then others; a host before host+FATA; fields by number."""
-    hosts = list(dict.fromkeys(spec.partition("+")[0] for spec in SPECS))
-
-    def place(name: str) -> tuple[int, str, bool, list[tuple[str, float, str]]]:
-        spec, *fields = name.split(" ")
-        host, plus, _ = spec.partition("+")
-        at = hosts.index(host) if host in hosts else len(hosts)
-        return at, host, bool(plus), list(map(_by_number, fields))
-
-    return sorted(names, key=place)
-
-
-def _by_number(field: str) -> tuple[str, float, str]:
-    name, _, value = field.partition("=")
-    try:
-        return name, float(value), ""
-    except ValueError:
-        return name, math.inf, value
+    return replace(line, gain=line.average.gain(host.average))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
-import sys
 import time
 from collections.abc import Callable, Iterable
 from itertools import pairwise
@@ -17,6 +15,8 @@ from torch import Tensor
 from fata._device import Deferred
 from fata.adapter import Adapter
 from fata.bench.cost import Macs, effective
+from fata.bench.run import memory
+from fata.bench.samples import samples
 from fata.bench.summary import Rows, summary
 from fata.data import Samples, Stream
 from fata.methods.losses import entropy
@@ -42,8 +42,7 @@ def measure(
     and over the tail: see `cost.passes`.
     """
     predict = window or adapter
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    memory.reset_peak(device)
     parts: list[list[Tensor]] = []
     damaged: list[str] = []
     domains: list[str] = []  # of each row
@@ -78,7 +77,9 @@ def measure(
     counts = adapter.counts
     counts["rows_forward"] += window.rows_frozen if window else 0
     times = clock.read()
+    shown = {"samples": samples(stream, batch, seen)} if adapter.name == "source" else {}
     return {
+        **shown,
         **summary(rows, logits.shape[1], tuple(counts["selected"]), ends),
         "domains": _by_domain(rows, domains),
         "damaged": len(damaged),
@@ -89,7 +90,7 @@ def measure(
         "compile_seconds": adapter.compile_seconds - compiled,
         "latency": {name: _quantile(times, share) for name, share in (("p50", 0.5), ("p95", 0.95))},
         "images_per_second": seen / sum(times),
-        "peak_memory": _peak(device),
+        "peak_memory": memory.peak(device),
     }
 
 
@@ -157,11 +158,3 @@ def _by_domain(rows: Rows, domains: list[str]) -> dict[str, float]:
 
 def _quantile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))]
-
-
-def _peak(device: torch.device) -> int:
-    """Peak bytes: of the GPU's tensors in this cell; on the CPU of the process so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -26,6 +26,7 @@ from fata.data import CLEAN, DataError, Dataset, Domain, Stream, open, serve, st
 from fata.data.dataset import ImageFiles
 from fata.data.serve import Decoded
 from fata.guard.policy import log
+from fata.network.norms import batch_norms
 from fata.window import Window
 from fata.zoo import Loaded
 
@@ -129,12 +130,23 @@ class CellRunner:
         try:
             batches = serve.batches(stream, decoded, device, self.skip_damaged)
             window = Window(adapter, cell.window) if cell.window else None
-            return measure(adapter, loaded, stream, batches, device, macs, tick, window)
+            result = measure(adapter, loaded, stream, batches, device, macs, tick, window)
+            return {**result, **self._settings(cell, loaded)}
         finally:
             log.setLevel(level)
             adapter.reset()
             if cell.speed == "exact":
                 self._unwrap()
+
+    def _settings(self, cell: Cell, loaded: Loaded) -> dict[str, Any]:
+        """What a table tells of a cell besides its protocol."""
+        rate = cell.rate(loaded)
+        return {
+            "lr": rate.value,
+            "lr_origin": rate.origin,
+            "given": sorted(cell.fields),
+            "batch_norm": self.has_batch_norm(cell.model),
+        }
 
     def macs(self, model: str, adapter: Adapter) -> tuple[Macs, Macs]:
         """MACs of a pass over a model, and over the tail behind an adapter's layer; once."""
@@ -149,7 +161,14 @@ class CellRunner:
         """A new one; a fast cell takes the last one if it has the same settings: it is compiled."""
         settings = repr(sorted(cell.settings(loaded).items()))
         clean, data = self.clean(cell), self.data(cell.data, cell.model)
-        at = (cell.model, cell.method, settings, cell.guard, clean and clean.spec, data.mask)
+        at = (
+            cell.model,
+            cell.method,
+            settings,
+            cell.guard,
+            clean.spec if clean is not None else None,
+            data.mask,
+        )
         if self._last is None or self._last[0] != at or cell.speed == "exact":
             self._unwrap()
             self._restriction = data.restrict(loaded.model)
@@ -183,6 +202,10 @@ class CellRunner:
             return
         if any(isinstance(stream.dataset.of(domain), ImageFiles) for domain in stream.domains):
             self._prefetched = (cell, _in_thread(self._begin(cell, stream, prefetch=True)))
+
+    def has_batch_norm(self, model: str) -> bool:
+        """Whether a model's rows share statistics."""
+        return bool(batch_norms(self.model(model).model))
 
     def lacks_fisher(self, cell: Cell) -> bool:
         """Whether the method has a Fisher penalty, but no clean images to compute it from."""

@@ -29,11 +29,35 @@ const figure = plot => read[plot.dataset.from] ??=
 // Plotly reads a name as markup: show it as it is.
 const plain = text => String(text).replace(/[&<>]/g, sign => `&#${sign.charCodeAt(0)};`);
 
+// A line's band lies below it: an outline there and back, filled.
+function banded(trace) {
+  if (!trace.band) return [trace];
+  const at = sign => trace.y.map((y, i) => y === null ? null : y + sign * trace.band[i]);
+  const outline = {
+    x: [...trace.x, ...[...trace.x].reverse()], y: [...at(1), ...at(-1).reverse()], name: trace.name,
+    mode: "lines", line: {width: 0}, fill: "toself", fillcolor: trace.line.color, opacity: .15,
+    hoverinfo: "skip", showlegend: false,
+  };
+  return [outline, trace];
+}
+
+// An axis that shows `least` units at least, so that noise does not fill it.
+function range(traces, least) {
+  const shown = trace => trace.y.flatMap((y, i) => y === null ? [] :
+    [y - (trace.band?.[i] ?? 0), y + (trace.band?.[i] ?? 0)]);
+  const ys = traces.flatMap(shown);
+  if (!least || !ys.length) return {};
+  const low = Math.min(...ys), high = Math.max(...ys), more = Math.max(0, least - (high - low)) / 2;
+  const edge = (high - low + 2 * more) * .04;
+  return {range: [low - more - edge, high + more + edge]};
+}
+
 function react(plot, traces, layout, x) {
-  const drawn = traces.map(trace => ({
+  const named = traces.map(trace => ({
     x, ...trace, name: plain(trace.name), ...(trace.text && {text: trace.text.map(plain)}),
   }));
-  const both = {xaxis: {...axis, ...layout.xaxis}, yaxis: {...axis, ...layout.yaxis}};
+  const drawn = named.flatMap(banded), y = {...layout.yaxis, ...range(named, layout.yaxis?.least)};
+  const both = {xaxis: {...axis, ...layout.xaxis}, yaxis: {...axis, ...y}};
   Plotly.react(plot, drawn, {...base, ...layout, ...both}, {responsive: true, displayModeBar: false});
 }
 
@@ -55,10 +79,23 @@ function draw() {
   }
 }
 
-document.addEventListener("change", show);
-for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", draw);
-for (const plot of document.querySelectorAll(".story .plot")) {
-  const {data, layout, x} = figure(plot);
-  react(plot, data, layout, x);
+// The drawing library is packed: unpacked once, before the first figure.
+async function unpack() {
+  const text = atob(document.getElementById("plotly").textContent);
+  const packed = Uint8Array.from(text, sign => sign.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const script = document.createElement("script");
+  script.textContent = await new Response(stream).text();
+  document.head.append(script);
 }
-show();
+
+unpack().then(() => {
+  document.addEventListener("change", show);
+  for (const details of document.querySelectorAll("details")) details.addEventListener("toggle", draw);
+  for (const plot of document.querySelectorAll(".story .plot")) {
+    const {data, layout, x} = figure(plot);
+    react(plot, data, layout, x);
+  }
+  show();
+  document.body.dataset.ready = "yes";
+});

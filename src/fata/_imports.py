@@ -1,0 +1,29 @@
+"""Functions of a user's own modules, by name."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+_NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+def is_own(name: str) -> bool:
+    """Whether a name is like `my_module:build`."""
+    return _NAME.fullmatch(name) is not None
+
+
+def imported(name: str) -> Callable[..., Any]:
+    """The function that `my_module:build` names; raises ValueError if there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (AttributeError, ModuleNotFoundError) as error:
+        raise ValueError(f"{name!r}: {error}") from error
+    except Exception as error:  # whatever the module does
+        raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"{name!r} is no function")
+    return found  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from fata.data.streams import stream
     from fata.distributed.group import GroupError
     from fata.engine.checkpoint import StateError
+    from fata.fleet import Fleet, StreamBusyError
     from fata.guard.policy import Guard
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
     from fata.methods.base import Batch, Memory, Method
@@ -27,6 +28,7 @@ __all__ = [
     "Deyo",
     "Eata",
     "Fata",
+    "Fleet",
     "GroupError",
     "Guard",
     "Memo",
@@ -37,6 +39,7 @@ __all__ = [
     "Selection",
     "Source",
     "StateError",
+    "StreamBusyError",
     "Tent",
     "Window",
     "adapt",
@@ -62,6 +65,7 @@ _FROM = {
     "methods.selection": ("Selection",),
     "network.structure": ("layers",),
     "engine.checkpoint": ("StateError",),
+    "fleet": ("Fleet", "StreamBusyError"),
     "window": ("Window",),
 }
 _PLACES = {name: module for module, names in _FROM.items() for name in names}

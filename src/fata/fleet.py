@@ -2,59 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fata._files import save_tensors, write_whole
+from fata._files import save_tensors
 from fata._lease import Leases
 from fata.adapter import Adapter
 from fata.distributed.ranks import SINGLE
 from fata.engine import checkpoint, swap
-from fata.engine.rates import check_rate
+from fata.engine.record import StepRecord, record
+from fata.stream_settings import NAME, StreamSettings, check_name
 
 log = logging.getLogger("fata.fleet")
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 STATE, SETTINGS = ".safetensors", ".json"  # of a stream's files
 POLL = 0.01  # seconds between two tries to get a stream that another process holds
 
 
 class StreamBusyError(RuntimeError):
     """Another process that shares the folder holds the stream."""
-
-
-@dataclass(frozen=True)
-class StreamSettings:
-    """What is set for one stream.
-
-    Args:
-        frozen: predict without learning.
-        lr: learning rate; None: the adapter's.
-    """
-
-    frozen: bool = False
-    lr: float | None = None
-
-    def __post_init__(self) -> None:
-        """Raise for values that cannot be."""
-        if not isinstance(self.frozen, bool):
-            raise ValueError(f"frozen={self.frozen!r}: must be True or False.")
-        if isinstance(self.lr, str):
-            raise ValueError(f"lr={self.lr!r}: a stream's rate is a positive number, or None.")
-        check_rate(self.lr)
 
 
 @dataclass
@@ -64,7 +41,7 @@ class _Stream:
     held: swap.Held
     settings: StreamSettings
     changed: bool = False  # since it was saved
-    unsaved: int = field(default=0)  # batches since then
+    unsaved: int = 0  # batches since then
 
 
 class Fleet:
@@ -123,15 +100,36 @@ class Fleet:
 
     def __call__(self, name: str, images: Tensor) -> Tensor:
         """Logits of a stream's images, from before this batch was learned from (MEMO: after)."""
+        return self.step(name, images)[0]
+
+    def step(self, name: str, images: Tensor, learn: bool = True) -> tuple[Tensor, StepRecord]:
+        """Logits of a stream's images, and what the batch came to.
+
+        A frozen stream learns nothing, nor does any stream if `learn` is False.
+        """
         with self.stream(name) as adapter:
             stream = self._streams[name]
-            with adapter.frozen() if stream.settings.frozen else nullcontext():
+            learn = learn and not stream.settings.frozen
+            with nullcontext() if learn else adapter.frozen():
                 logits: Tensor = adapter(images)
-            stream.unsaved += not stream.settings.frozen
+            found = record(adapter._live(), logits, learn)
+            stream.unsaved += learn
         if self.save_every and stream.unsaved >= self.save_every:
             with _logged():
                 self.save(name)
-        return logits
+        return logits, found
+
+    def predict_source(self, images: Tensor) -> Tensor:
+        """Logits of the source model, with BatchNorm's running statistics; no stream changes."""
+        engine = self.adapter._live()
+        with (
+            self._lock,
+            self.adapter._lock,
+            torch.inference_mode(False),
+            engine.counted_apart(),
+            engine.theta.at(engine.source, engine.state.theta),
+        ):
+            return engine.predict(images, running=True).detach()
 
     @contextmanager
     def stream(self, name: str, wait: float = 0.0) -> Iterator[Adapter]:
@@ -186,6 +184,14 @@ class Fleet:
                     path.unlink(missing_ok=True)
             self._release(name)
 
+    def restart(self, name: str) -> None:
+        """Start a stream again at the source weights, whatever its saved state is."""
+        self._put(name, swap.fresh(self.adapter._live()))
+
+    def replace(self, name: str, packed: Mapping[str, Any]) -> None:
+        """Continue a stream from a `state_dict`; raises `StateError` if it does not belong here."""
+        self._put(name, self._unpack(packed))
+
     # -- settings of a stream -----------------------------------------------------------------
 
     def settings(self, name: str) -> StreamSettings:
@@ -195,12 +201,7 @@ class Fleet:
             if name in self._streams:
                 return self._streams[name].settings
             path = self._path(name, SETTINGS)
-            if path is None or not path.exists():
-                return StreamSettings()
-            try:
-                return StreamSettings(**json.loads(path.read_text()))
-            except (TypeError, ValueError) as error:
-                raise checkpoint.StateError(f"{str(path)!r} is damaged: {error}") from error
+            return StreamSettings.read(path) if path else StreamSettings()
 
     def configure(self, name: str, **changes: bool | float | None) -> StreamSettings:
         """Change `frozen` or `lr` of a stream; kept in the folder."""
@@ -209,7 +210,7 @@ class Fleet:
             stream.settings = replace(stream.settings, **changes)  # type: ignore[arg-type]
             self._active = None  # the next call sets the rate
             if path := self._path(name, SETTINGS):
-                write_whole(path, json.dumps(asdict(stream.settings)))
+                stream.settings.write(path)
             return stream.settings
 
     # -- disk ---------------------------------------------------------------------------------
@@ -223,12 +224,25 @@ class Fleet:
                 if one in self._streams:
                     self._save(one)
 
+    def claim(self, name: str) -> bool:
+        """Whether the stream is this process's now; if not, its holder is told to hand it over."""
+        check_name(name)
+        with self._lock:
+            return self._leases is None or self._leases.acquire(name)
+
+    def unclaim(self, name: str) -> None:
+        """Wait for a stream of another process no longer."""
+        with self._lock:
+            if self._leases:
+                self._leases.give_up(name)
+
     def hand_over(self) -> list[str]:
         """Save and release the streams that other processes wait for; returns their names."""
         with self._lock:
             names = self._leases.wanted() if self._leases else []
             for name in names:
-                self._drop(name)
+                with _logged():
+                    self._drop(name)
         return names
 
     def close(self) -> None:
@@ -251,15 +265,14 @@ class Fleet:
     @contextmanager
     def _owned(self, name: str, wait: float = 0.0) -> Iterator[None]:
         """No other process or thread uses the stream inside the context."""
-        check_name(name)
         until = time.monotonic() + wait
         while True:
             with self._lock:
-                if self._leases is None or self._leases.acquire(name):
+                if self.claim(name):
                     yield
                     return
                 if time.monotonic() >= until:
-                    self._leases.give_up(name)
+                    self.unclaim(name)
                     raise StreamBusyError(f"another process holds the stream {name!r}.")
             time.sleep(POLL)
 
@@ -289,32 +302,41 @@ class Fleet:
         if path is None or not path.exists():
             return _Stream(swap.fresh(engine), settings)
         self.reads += 1
-        return _Stream(self.unpack(checkpoint.load(path)), settings)
+        return _Stream(self._unpack(checkpoint.load(path)), settings)
 
-    def pack(self, held: swap.Held) -> dict[str, Any]:
+    def _pack(self, held: swap.Held) -> dict[str, Any]:
         """A state in memory as `adapter.load_state_dict` takes it, and with it the snapshots."""
         with torch.inference_mode(False):
             return checkpoint.pack(self.adapter._live(), self.adapter._source(), held)
 
-    def unpack(self, packed: Mapping[str, Any]) -> swap.Held:
+    def _unpack(self, packed: Mapping[str, Any]) -> swap.Held:
         """A state in memory, from one that was read; raises `StateError` if it does not fit."""
         engine = self.adapter._live()
         with torch.inference_mode(False):
             state, _ = checkpoint.unpack(engine, self.adapter._source(), packed)
             return swap.Held(state, swap.unpack_snapshots(packed, engine.device))
 
+    def _put(self, name: str, held: swap.Held) -> None:
+        with self._owned(name):
+            self._streams[name] = _Stream(held, self.settings(name), changed=True)
+            self._active = None if self._active == name else self._active
+            with _logged():
+                self._save(name)
+            self._evict()
+
     def _save(self, name: str) -> None:
         stream, path = self._streams[name], self._path(name, STATE)
         if path is None or not stream.changed:
             return
-        save_tensors(path, self.pack(stream.held))
+        save_tensors(path, self._pack(stream.held))
         self.writes += 1
         stream.changed, stream.unsaved = False, 0
 
     def _drop(self, name: str) -> None:
         """Out of memory, saved before."""
-        self._save(name)
-        del self._streams[name]
+        if name in self._streams:
+            self._save(name)
+            del self._streams[name]
         self._active = None if self._active == name else self._active
         self._release(name)
 
@@ -343,12 +365,3 @@ def _mark(held: swap.Held) -> tuple[int, int, int]:
 
 def _constant(rate: float) -> Callable[[int], float]:
     return lambda rows: rate
-
-
-def check_name(name: str) -> None:
-    """Raise for what is no stream's name: letters, digits, `.`, `_` and `-`, never a path."""
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(
-            f"stream {name!r}: give a name of at most 128 letters, digits, '.', '_' and '-', that "
-            f"begins with a letter or a digit."
-        )

@@ -16,6 +16,7 @@ from fata.commands.data import data
 from fata.commands.demo import demo
 from fata.commands.report import report
 from fata.commands.reproduce import reproduce
+from fata.commands.serve import serve
 from fata.commands.train_source import train_source
 
 app = typer.Typer(
@@ -24,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, bench, report, reproduce, cost, data, corrupt, train_source, check):
+for command in (demo, bench, report, reproduce, serve, cost, data, corrupt, train_source, check):
     app.command()(command)
 
 

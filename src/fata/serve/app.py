@@ -87,6 +87,10 @@ def _handle_errors(app: FastAPI) -> None:
     async def _(_: Request, error: ServiceError) -> Response:
         return failure(error)
 
+    @app.exception_handler(Exception)
+    async def _(_: Request, __: Exception) -> Response:  # logged where it is raised again
+        return failure(ServiceError(500, "internal error."))
+
     @app.exception_handler(HTTPException)
     async def _(_: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, MultiPartException) or error.status_code == 400:

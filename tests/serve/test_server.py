@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from serving import PREPROCESS, jpeg, npy, process
+from serving import jpeg, npy, process
 
 import fata
 from fata.serve.client import Client, ClientError
@@ -38,9 +38,9 @@ def confidences(found):
 def test_sigterm_saves_every_stream_and_a_restart_continues(tmp_path):
     batches = list(pixels(24).split(4))
     with process(tmp_path, *FAST, "--save-every", "1000") as started:
-        one = Client(started.url)
-        first = [one.predict("camera-7", batch) for batch in batches[:3]]
-        one.freeze("door")
+        with Client(started.url) as one:
+            first = [one.predict("camera-7", batch) for batch in batches[:3]]
+            one.freeze("door")
         started.send_signal(signal.SIGTERM)
         log = started.stdout.read()
         assert started.wait(60) == 0, log
@@ -59,18 +59,17 @@ def test_sigterm_saves_every_stream_and_a_restart_continues(tmp_path):
 def test_requests_that_were_begun_are_finished_on_sigterm(tmp_path):
     with process(tmp_path, "--wait-ms", "1000", "--batch", "64") as started:
         found = []
-        waiting = [
-            threading.Thread(
-                target=lambda n=n: found.append(Client(started.url).predict(f"s{n}", pixels(1)))
-            )
-            for n in range(8)
-        ]
+
+        def ask(name):
+            with Client(started.url) as one:
+                found.append(one.predict(name, pixels(1)))
+
+        waiting = [threading.Thread(target=ask, args=(f"s{n}",)) for n in range(8)]
         for thread in waiting:
             thread.start()
-        while Client(started.url).streams() != [] and len(Client(started.url).streams()) < 8:
-            pass
-        while len(Client(started.url).streams()) < 8:
-            pass
+        with Client(started.url) as one:
+            while len(one.streams()) < 8:
+                pass
         started.send_signal(signal.SIGTERM)
         for thread in waiting:
             thread.join()
@@ -82,9 +81,9 @@ def test_requests_that_were_begun_are_finished_on_sigterm(tmp_path):
 def test_after_a_kill_a_stream_continues_from_its_last_state(tmp_path):
     batches = list(pixels(40).split(4))
     with process(tmp_path, *FAST, "--save-every", "2") as started:
-        one = Client(started.url)
-        for batch in batches[:5]:
-            one.predict("camera-7", batch)
+        with Client(started.url) as one:
+            for batch in batches[:5]:
+                one.predict("camera-7", batch)
         started.kill()
         started.wait()
     with process(tmp_path, *FAST) as started:
@@ -120,12 +119,12 @@ def test_the_client_does_what_the_service_does(tmp_path):
             with pytest.raises(ClientError, match="no such stream") as caught:
                 one.stream("door")
             assert caught.value.status == 404
-        limited = Client(started.url, "a-token-for-a-camera")
-        assert limited.predict("camera-8", pixels(1)).labels
-        for wrong in (lambda: limited.predict("door", pixels(1)), Client(started.url).streams):
-            with pytest.raises(ClientError) as caught:
-                wrong()
-            assert caught.value.status in (401, 403)
+        with Client(started.url, "a-token-for-a-camera") as limited, Client(started.url) as nobody:
+            assert limited.predict("camera-8", pixels(1)).labels
+            for wrong in (lambda: limited.predict("door", pixels(1)), nobody.streams):
+                with pytest.raises(ClientError) as caught:
+                    wrong()
+                assert caught.value.status in (401, 403)
     with pytest.raises(ValueError, match="http://"):
         Client("localhost:8000")
 
@@ -175,7 +174,3 @@ def test_the_command_says_what_is_wrong(tmp_path):
     assert "16 characters" in serve(*mini, "--token-file", str(tmp_path / "tokens"))
     assert "unknown model" in serve("--model", "nothing")
     assert "unknown method" in serve(*mini, "--method", "nothing")
-
-
-def test_the_preprocessing_of_the_tests_is_the_identity():
-    assert torch.equal(PREPROCESS(pixels(2)), pixels(2))

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fata import corruptions, data, zoo
+    from fata import callbacks, corruptions, data, zoo
     from fata.adapter import Adapter, adapt
     from fata.corruptions import corrupt
     from fata.data.streams import stream
@@ -43,6 +43,7 @@ __all__ = [
     "Tent",
     "Window",
     "adapt",
+    "callbacks",
     "corrupt",
     "corruptions",
     "data",

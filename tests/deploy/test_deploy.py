@@ -1,6 +1,8 @@
 """The files of deploy/: real nginx before two servers, one killed; the others as far as may be."""
 
+import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -179,3 +181,25 @@ def test_the_docker_file_copies_what_is_there():
     assert copied
     assert all((ROOT / part).exists() for part in copied)
     assert not any("==" in line and "http" in line for line in lines)
+
+
+def test_the_dashboard_asks_for_metrics_that_there_are():
+    from serving import client
+    from serving import pixels as some
+    from serving import predict as ask
+
+    dashboard = json.loads((DEPLOY / "grafana.json").read_text())
+    asked = {
+        name
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for name in re.findall(r"fata_\w+", target["expr"])
+    }
+    with client() as one:
+        ask(one, "camera-7", some(4))
+        one.service.metrics.events.labels("aside").inc()
+        text = one.get("/metrics").text
+    there = set(re.findall(r"^(fata_\w+)", text, re.MULTILINE))
+    assert asked <= there
+    counted = {name for name in there if name.endswith("_total")}
+    assert counted <= asked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -36,6 +37,13 @@ class StepRecord:
     phase: str
     source_predicted: bool
     events: tuple[Event, ...] = ()
+
+
+class Callback(Protocol):
+    """Is told of every batch that is learned from."""
+
+    def on_step(self, record: StepRecord, /) -> None:
+        """A batch was learned from."""
 
 
 def record(engine: Engine, logits: Tensor, learned: bool = True) -> StepRecord:

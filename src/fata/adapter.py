@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fata import export
 from fata.distributed.ranks import Ranks
 from fata.engine.arguments import check_model, check_seed
 from fata.engine.build import SPEEDS, build
@@ -103,6 +106,7 @@ class Adapter(Stateful):
         )
         self.model = model
         self._frozen = 0  # how often, at this time
+        self._shape: torch.Size | None = None  # of the last images
         self.callbacks = list(callbacks)
         self._own(engine, given)
 
@@ -125,6 +129,7 @@ class Adapter(Stateful):
             if self.model.training:  # train() was called on it
                 self.model.eval()
             engine.network.settle()
+            self._shape = images.shape
             logits = run(engine, images, learning=not self._frozen)
             if self.callbacks and not self._frozen:
                 found = record(engine, logits)
@@ -287,6 +292,35 @@ class Adapter(Stateful):
             if batch_statistics and engine.network.statistics:
                 engine.network.statistics.forget_running()
             return self.model
+
+    def export(self, path: str | os.PathLike[str], images: Tensor | None = None) -> None:
+        """Write the model with the weights that predict, for programs without this library.
+
+        It gives the logits that a frozen adapter gives, for batches of any size (of this size, and
+        a warning is logged, where the model's code fixes it). BatchNorm normalises with the batch's
+        statistics, unless the guard uses the running ones. The adapter continues.
+
+        Args:
+            path: ends with `.pt2` for a `torch.export` program, with `.onnx` for ONNX (which needs
+                the packages onnx and onnxscript).
+            images: a batch, for its shape; None: like the last one.
+        """
+        file = export.check_path(path)
+        shape = images.shape if images is not None else self._shape
+        if shape is None:
+            raise ValueError("export(path): no batch was seen yet; give images, for their shape.")
+        with self._lock, torch.inference_mode(False):
+            twin = deepcopy(self)
+            engine = twin._live()
+            if engine.coupled and engine.method.prior:
+                raise ValueError(
+                    f"export(path): {self.name} mixes BatchNorm's statistics, which plain modules "
+                    f"cannot; export is for the other methods."
+                )
+            own = engine.coupled and not engine.state.watched.running
+            plain = twin.unwrap(batch_statistics=own)
+            parameter = next(plain.parameters())
+            export.write(file, plain, parameter.new_zeros(max(2, shape[0]), *shape[1:]))
 
 
 def adapt(

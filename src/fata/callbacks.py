@@ -37,7 +37,7 @@ class TensorBoard:
         if isinstance(writer, str | os.PathLike):
             from torch.utils.tensorboard import SummaryWriter
 
-            writer = SummaryWriter(os.fspath(writer))  # type: ignore[no-untyped-call]
+            writer = SummaryWriter(os.fspath(writer))
         self.writer = writer
 
     def on_step(self, record: StepRecord) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from fata._files import save_tensors
+from fata._files import save_tensors, tensor_bytes
 from fata.engine import checkpoint as states
 from fata.engine.checkpoint import IncompatibleKeys
 from fata.engine.ownership import ModelOwner
@@ -29,6 +29,50 @@ class Stateful(ModelOwner):
         The rate and the guard are this adapter's own; the seed is the state's.
         """
         self.load_state_dict(states.load(path))
+
+    def push_to_hub(
+        self, repo: str, name: str = "state.safetensors", *, token: str | None = None
+    ) -> str:
+        """Upload the state to a repository of the Hugging Face hub, which is made if need be.
+
+        The file says which method, model weights and version it is for.
+
+        Args:
+            repo: such as `someone/camera-states`; new ones are private.
+            name: of the file there, one a stream.
+            token: of the hub; None: that of `hf auth login`.
+
+        Returns:
+            the URL of the commit.
+        """
+        from huggingface_hub import HfApi
+
+        api = HfApi(token=token)
+        api.create_repo(repo, private=True, exist_ok=True)
+        done = api.upload_file(
+            path_or_fileobj=tensor_bytes(self.state_dict()), path_in_repo=name, repo_id=repo
+        )
+        return str(done.commit_url)
+
+    def from_hub(
+        self,
+        repo: str,
+        name: str = "state.safetensors",
+        *,
+        revision: str | None = None,
+        token: str | None = None,
+    ) -> None:
+        """Continue from a state on the Hugging Face hub; `StateError` if it does not belong here.
+
+        Args:
+            repo: such as `someone/camera-states`.
+            name: of the file there.
+            revision: a commit, branch or tag; None: the latest.
+            token: of the hub; None: that of `hf auth login`.
+        """
+        from huggingface_hub import hf_hub_download
+
+        self.load(hf_hub_download(repo, name, revision=revision, token=token))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """What moved and what is remembered, by name; `meta` says whose state it is.

@@ -39,16 +39,33 @@ class Hub(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def body(self):
+        if "Content-Length" in self.headers:
+            return self.rfile.read(int(self.headers["Content-Length"]))
+        parts = []
+        while size := int(self.rfile.readline(), 16):  # chunked
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
     def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        body = self.body()
         if self.path.endswith("/repos/create"):
             asked = json.loads(body)
-            assert asked["private"]
+            assert asked.get("private") or asked.get("visibility") == "private"
             self.repos.add(asked["name"])
             self.reply({"url": f"http://{self.headers['Host']}/someone/{asked['name']}"})
         elif "/preupload/" in self.path:
             asked = json.loads(body)["files"]
-            self.reply({"files": [{"path": f["path"], "uploadMode": "regular"} for f in asked]})
+            self.reply(
+                {
+                    "files": [
+                        {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+                        for f in asked
+                    ]
+                }
+            )
         elif "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
@@ -68,7 +85,8 @@ class Hub(BaseHTTPRequestHandler):
         tag = hashlib.sha1(content).hexdigest()
         self.reply(content, ETag=f'"{tag}"', **{"X-Repo-Commit": "0" * 40})
 
-    do_HEAD = do_GET
+    def do_HEAD(self):
+        self.do_GET()
 
 
 @pytest.fixture

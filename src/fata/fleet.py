@@ -11,18 +11,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fata._files import save_tensors
-from fata._lease import Leases
 from fata.adapter import Adapter
 from fata.distributed.ranks import SINGLE
 from fata.engine import checkpoint, swap
 from fata.engine.record import StepRecord, record
 from fata.stream_settings import NAME, StreamSettings, check_name
+
+if TYPE_CHECKING:
+    from fata._lease import Leases
 
 log = logging.getLogger("fata.fleet")
 
@@ -89,6 +91,8 @@ class Fleet:
         self.folder = None if folder is None else Path(folder)
         self._leases: Leases | None = None
         if self.folder is not None:
+            from fata._lease import Leases  # not on Windows
+
             self.folder.mkdir(parents=True, exist_ok=True)
             self._leases = Leases(self.folder)
         engine = adapter._live()

@@ -1,6 +1,8 @@
 """Callbacks are told of every batch that is learned from."""
 
 import sys
+import threading
+from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
@@ -52,6 +54,17 @@ def test_they_change_nothing():
     ours, theirs = adapted(Kept()), adapted()
     for batch in BATCHES:
         assert torch.equal(ours(batch), theirs(batch))
+
+
+def test_a_copy_has_the_same(tmp_path):
+    """They may hold what cannot be copied; `export` copies the adapter too."""
+    kept = Kept()
+    kept.lock = threading.Lock()
+    one = adapted(kept)
+    one(BATCHES[0])
+    deepcopy(one)(BATCHES[1])
+    assert [r.batch for r in kept.records] == [1, 2]
+    one.export(tmp_path / "model.pt2")
 
 
 def test_without_a_guard_the_phase_is_off():

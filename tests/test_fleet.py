@@ -229,6 +229,26 @@ def test_a_full_disk_costs_no_prediction_and_no_state(tmp_path, monkeypatch, cap
     assert len(fleet.held()) == 1
 
 
+def test_close_saves_what_can_be_saved_and_may_be_called_again(tmp_path, monkeypatch):
+    fleet = fata.Fleet(adapter(), tmp_path)
+    for name in NAMES:
+        fleet(name, batches(name)[0])
+    save = fata.fleet.save_tensors
+
+    def no_north(path, packed):
+        if path.name.startswith("north"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(path, packed)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fata.fleet, "save_tensors", no_north)
+        with pytest.raises(OSError, match="No space"):
+            fleet.close()
+    assert fleet.held() == ["north"]
+    fleet.close()
+    assert {path.stem for path in tmp_path.glob("*.safetensors")} == set(NAMES)
+
+
 def test_a_stream_belongs_to_one_fleet_at_a_time(tmp_path):
     ours, theirs = (fata.Fleet(adapter(), tmp_path) for _ in range(2))
     ours("north", batches("north")[0])

@@ -137,6 +137,11 @@ class Adapter(Stateful):
                     callback.on_step(found)
             return logits
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adapter:
+        """An adapter of its own that continues from here, with the same callbacks."""
+        memo[id(self.callbacks)] = self.callbacks
+        return super().__deepcopy__(memo)
+
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
         """Predict without learning inside the context, in every thread; no state changes."""

@@ -250,10 +250,20 @@ class Fleet:
         return names
 
     def close(self) -> None:
-        """Save all streams and release them; the adapter is as it was before."""
+        """Save all streams and release them; the adapter is as it was before.
+
+        If a state cannot be saved, the others are; then the error is raised, and `close` may be
+        called again.
+        """
         with self._lock:
+            failed: list[OSError] = []
             for name in self.held():
-                self._drop(name)
+                try:
+                    self._drop(name)
+                except OSError as error:
+                    failed.append(error)
+            if failed:
+                raise failed[0]
             if self._leases:
                 self._leases.close()
                 self._leases = None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fata.engine.record import StepRecord
-from fata.fleet import Fleet
+from fata.fleet import Fleet, StreamBusyError
 from fata.serve.errors import ServiceError
 
 log = logging.getLogger("fata.serve")
@@ -222,6 +222,9 @@ class Scheduler:
                 self._predicted(stream, part, late)
                 for part in torch.split(images, self._gathering.batch)
             ]
+        except StreamBusyError:  # handed over since it was claimed
+            self._postpone(stream, requests)
+            return
         except Exception:
             log.exception("no prediction for a batch", extra={"stream": stream})
             for request in requests:
@@ -241,6 +244,8 @@ class Scheduler:
             note = "frozen" if frozen else "deadline" if late else None
             learned = note is None and record.phase not in ("running", "rest")
             outcome = Outcome(logits.float().cpu(), record, learned, note)
+        except StreamBusyError:
+            raise
         except Exception:
             log.exception("a step failed", extra={"stream": stream})
             logits = self._fleet.predict_source(placed)

@@ -20,6 +20,7 @@ PRINTED = {  # what the examples of a page must print
     "corruptions.md": ["torch.Size([4, 3, 32, 32])"],
     "guard.md": ["narrowing"],
     "state.md": ["'seen': 128", "'tent': 1.0"],
+    "serve.md": ["16 adapting"],
     "methods.md": ["torch.Size([16, 10])"],
     "add-a-method.md": ["margin+fata"],
 }

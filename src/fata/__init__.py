@@ -4,12 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fata import corruptions, data, zoo
+    from fata import callbacks, corruptions, data, zoo
     from fata.adapter import Adapter, adapt
     from fata.corruptions import corrupt
     from fata.data.streams import stream
     from fata.distributed.group import GroupError
     from fata.engine.checkpoint import StateError
+    from fata.fleet import Fleet, StreamBusyError
     from fata.guard.policy import Guard
     from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
     from fata.methods.base import Batch, Memory, Method
@@ -27,6 +28,7 @@ __all__ = [
     "Deyo",
     "Eata",
     "Fata",
+    "Fleet",
     "GroupError",
     "Guard",
     "Memo",
@@ -37,9 +39,11 @@ __all__ = [
     "Selection",
     "Source",
     "StateError",
+    "StreamBusyError",
     "Tent",
     "Window",
     "adapt",
+    "callbacks",
     "corrupt",
     "corruptions",
     "data",
@@ -63,6 +67,7 @@ _FROM = {
     "methods.selection": ("Selection",),
     "network.structure": ("layers",),
     "engine.checkpoint": ("StateError",),
+    "fleet": ("Fleet", "StreamBusyError"),
     "window": ("Window",),
 }
 _PLACES = {name: module for module, names in _FROM.items() for name in names}

@@ -33,15 +33,20 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
             temporary.unlink()
 
 
-def save_tensors(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
-    """Write tensors by name, and `meta` beside them, to one safetensors file."""
+def tensor_bytes(packed: Mapping[str, Any]) -> bytes:
+    """The content of a safetensors file: tensors by name, and `meta` beside them."""
     from safetensors.torch import save
 
     tensors = {name: tensor.contiguous() for name, tensor in packed.items() if name != "meta"}
+    return save(tensors, {"meta": json.dumps(packed["meta"])})
+
+
+def save_tensors(path: str | os.PathLike[str], packed: Mapping[str, Any]) -> None:
+    """Write tensors by name, and `meta` beside them, to one safetensors file."""
     if not Path(os.path.realpath(path)).parent.is_dir():
         raise FileNotFoundError(f"cannot save to {str(path)!r}: make the folder first")
     try:
-        write_whole(path, save(tensors, {"meta": json.dumps(packed["meta"])}))
+        write_whole(path, tensor_bytes(packed))
     except OSError as error:
         why = f"cannot save the state, what was there before is whole: {error.strerror}"
         raise OSError(error.errno, why, str(path)) from error

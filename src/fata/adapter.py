@@ -5,36 +5,37 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from copy import deepcopy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fata._files import save_tensors
+from fata import export
 from fata.distributed.ranks import Ranks
-from fata.engine import checkpoint as states
 from fata.engine.arguments import check_model, check_seed, images_of
 from fata.engine.build import SPEEDS, build
-from fata.engine.checkpoint import IncompatibleKeys
 from fata.engine.finite import run
 from fata.engine.fisher import FisherData
-from fata.engine.ownership import ModelOwner, Settings
+from fata.engine.ownership import Settings
+from fata.engine.record import Callback, record
 from fata.guard.policy import Guard, Watch
 from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method
 from fata.methods.fata import Fata
 from fata.methods.source import Norm
 from fata.network.parameters import Params
+from fata.stateful import Stateful
 
 RECOMMENDED = "eata+fata"
 BALANCED = {"balance": True, "fata_balance": True}
 log = logging.getLogger("fata")
 
 
-class Adapter(ModelOwner):
+class Adapter(Stateful):
     """Predicts like the model it holds, and learns from every batch.
 
     The model is changed in place: its chosen parameters move, and BatchNorm uses the statistics of
@@ -61,6 +62,8 @@ class Adapter(ModelOwner):
             model on a GPU that has bfloat16, else `exact`.
         group: ranks of `torch.distributed` that share every batch, each with an adapter made
             alike; None: this process alone. See below.
+        callbacks: their `on_step(record)` is called after every batch that is learned from; ready
+            ones are in `fata.callbacks`. They wait for the device.
 
     In a `group` each rank gives its rows of a batch, in the order of the ranks; some may have
     fewer than others, or none: `images[:0]`. All call as often as the others, frozen or not, and
@@ -88,6 +91,7 @@ class Adapter(ModelOwner):
         seed: int = 0,
         speed: str | None = None,
         group: ProcessGroup | None = None,
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         super().__init__()
         if isinstance(method, Fata):  # its loss alone
@@ -103,7 +107,8 @@ class Adapter(ModelOwner):
         )
         self.model = model
         self._frozen = 0  # how often, at this time
-        self._fingerprint: str | None = None
+        self._shape: torch.Size | None = None  # of the last images
+        self.callbacks = list(callbacks)
         self._own(engine, given)
 
     # -- predicting ---------------------------------------------------------------------------
@@ -127,7 +132,18 @@ class Adapter(ModelOwner):
             if self.model.training:  # train() was called on it
                 self.model.eval()
             engine.network.settle()
-            return run(engine, images, learning=not self._frozen)
+            self._shape = images.shape
+            logits = run(engine, images, learning=not self._frozen)
+            if self.callbacks and not self._frozen:
+                found = record(engine, logits)
+                for callback in self.callbacks:
+                    callback.on_step(found)
+            return logits
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Adapter:
+        """An adapter of its own that continues from here, with the same callbacks."""
+        memo[id(self.callbacks)] = self.callbacks
+        return super().__deepcopy__(memo)
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
@@ -284,61 +300,34 @@ class Adapter(ModelOwner):
                 engine.network.statistics.forget_running()
             return self.model
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the state to one safetensors file; an older file there is replaced whole."""
-        save_tensors(path, self.state_dict())
+    def export(self, path: str | os.PathLike[str], images: Tensor | None = None) -> None:
+        """Write the model with the weights that predict, for programs without this library.
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Continue from a saved state; raises `StateError` for one that does not belong here.
-
-        The rate and the guard are this adapter's own; the seed is the state's.
-        """
-        self.load_state_dict(states.load(path))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """What moved and what is remembered, by name; `meta` says whose state it is.
-
-        A larger module that an adapter is a part of asks with arguments, and gets the weights.
-        """
-        if args or kwargs:
-            return super().state_dict(*args, **kwargs)
-        with self._lock, torch.inference_mode(False):
-            return states.pack(self._live(), self._source())
-
-    def load_state_dict(  # type: ignore[override]
-        self, state_dict: Mapping[str, Any], strict: bool = True
-    ) -> IncompatibleKeys:
-        """Continue from a `state_dict`.
+        It gives the logits that a frozen adapter gives, for batches of any size (of this size, and
+        a warning is logged, where the model's code fixes it). BatchNorm normalises with the batch's
+        statistics, unless the guard uses the running ones. The adapter continues.
 
         Args:
-            state_dict: of an adapter made alike; of another one it raises `StateError`.
-            strict: False takes what fits: parameters and momentum of the same name and shape, and
-                the rest only if the method and its fields are the same.
-
-        Returns:
-            `missing_keys` and `unexpected_keys`, as `nn.Module.load_state_dict` does.
+            path: ends with `.pt2` for a `torch.export` program, with `.onnx` for ONNX (which needs
+                the packages onnx and onnxscript).
+            images: a batch, for its shape; None: like the last one.
         """
-        engine = self._live()
+        file = export.check_path(path)
+        shape = images.shape if images is not None else self._shape
+        if shape is None:
+            raise ValueError("export(path): no batch was seen yet; give images, for their shape.")
         with self._lock, torch.inference_mode(False):
-            engine.state, keys = states.unpack(engine, self._source(), state_dict, strict)
-            engine.theta.write(engine.state.theta)
-            if engine.watch:
-                engine.watch.forget()
-        return keys
-
-    def _load_from_state_dict(self, *_: Any) -> NoReturn:
-        """Raise for weights that come by a larger module: the next step would undo them."""
-        raise states.StateError(
-            "weights cannot be loaded into an adapter as a part of a larger module: load them "
-            "before fata.adapt(...), or a state by the adapter's own load(path)"
-        )
-
-    # -- inside -------------------------------------------------------------------------------
-
-    def _source(self) -> str:
-        if self._fingerprint is None:
-            self._fingerprint = states.fingerprint(self._live())
-        return self._fingerprint
+            twin = deepcopy(self)
+            engine = twin._live()
+            if engine.coupled and engine.method.prior:
+                raise ValueError(
+                    f"export(path): {self.name} mixes BatchNorm's statistics, which plain modules "
+                    f"cannot; export is for the other methods."
+                )
+            own = engine.coupled and not engine.state.watched.running
+            plain = twin.unwrap(batch_statistics=own)
+            parameter = next(plain.parameters())
+            export.write(file, plain, parameter.new_zeros(max(2, shape[0]), *shape[1:]))
 
 
 def adapt(
@@ -352,6 +341,7 @@ def adapt(
     seed: int = 0,
     speed: str | None = None,
     group: ProcessGroup | None = None,
+    callbacks: Sequence[Callback] = (),
     **fields: Any,
 ) -> Adapter:
     """Adapt a model by a method's name.
@@ -368,6 +358,7 @@ def adapt(
         seed: of the adapter's own random numbers.
         speed: `exact` or `fast`; None: what suits the device.
         group: ranks that share every batch.
+        callbacks: are told of every batch.
         **fields: fields of the method or of `Fata`. One that both have is the method's;
             `fata_threshold=...` is the plug-in's.
 
@@ -393,4 +384,5 @@ def adapt(
         seed=seed,
         speed=speed,
         group=group,
+        callbacks=callbacks,
     )

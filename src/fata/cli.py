@@ -11,6 +11,7 @@ from types import FrameType
 EXTRAS = {
     **dict.fromkeys(("typer", "rich", "yaml", "plotly", "jinja2", "PIL"), "bench"),
     **dict.fromkeys(("timm", "torchvision"), "zoo"),
+    **dict.fromkeys(("fastapi", "uvicorn", "prometheus_client", "python_multipart"), "serve"),
     "ray": "ray",
 }
 

@@ -112,6 +112,7 @@ def test_a_command_that_needs_more_says_so(tmp_path):
         (ZOO, ("cost", "--model", "timm:resnet18"), "pip install fata[zoo]"),
         (ZOO, ("data", "imagenet:{folder}"), "pip install fata[zoo]"),
         (ZOO, ("data", "cifar10:{folder}", "--download"), "pip install fata[zoo]"),
+        (("fastapi",), ("serve", "--model", "mini_vit"), "pip install fata[serve]"),
         (("ray",), ("bench", "--model", "mini_vit", "--on", "ray"), "pip install fata[ray]"),
     ],
 )

@@ -16,6 +16,7 @@ from fata.commands.data import data
 from fata.commands.demo import demo
 from fata.commands.report import report
 from fata.commands.reproduce import reproduce
+from fata.commands.serve import serve
 from fata.commands.train_source import train_source
 from fata.commands.tune import tune
 
@@ -25,7 +26,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, bench, report, tune, reproduce, cost, data, corrupt, train_source, check):
+COMMANDS = (demo, bench, report, tune, reproduce, serve, cost, data, corrupt, train_source, check)
+for command in COMMANDS:
     app.command()(command)
 
 

@@ -1,9 +1,9 @@
 """The state of an adapter: what moved and what is remembered, never the whole model.
 
 Parameters, momentum, the method's memory, FATA's moving average, the counters, the guard's averages
-(but not its snapshots). Random numbers depend on (seed, batch number), so these two numbers are the
-generator. `meta` says whose state it is. Its digest covers all that is loaded. A file is one
-safetensors file that is whole or not there.
+(its snapshots only in a fleet's files). Random numbers depend on (seed, batch number), so these two
+numbers are the generator. `meta` says whose state it is. Its digest covers all that is loaded. A
+file is one safetensors file that is whole or not there.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from fata._text import listed
 from fata._torch import NormWithStatistics
 from fata.engine.engine import Engine
 from fata.engine.state import State
+from fata.engine.swap import Held, pack_snapshots
 from fata.guard.events import Watched
 from fata.methods import describe, spec_of
 from fata.methods.base import CustomStep
@@ -36,9 +37,13 @@ class StateError(RuntimeError):
     """A state that does not belong here or cannot be read; nothing was changed."""
 
 
-def pack(engine: Engine, source: str) -> dict[str, Any]:
-    """The state as tensors by name, and `meta`; `source` is the model's fingerprint."""
-    state, theta = engine.state, engine.theta
+def pack(engine: Engine, source: str, held: Held | None = None) -> dict[str, Any]:
+    """The state as tensors by name, and `meta`; `source` is the model's fingerprint.
+
+    With `held`, that stream's instead, and the guard's snapshots too: they may be several times as
+    large as the rest.
+    """
+    state, theta = held.state if held else engine.state, engine.theta
     groups = {"host": state.host, "plus": state.plus, "guard": state.guard}
     groups["classes"] = state.classes
     if not _episodic(engine):
@@ -49,7 +54,14 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
         for group, members in groups.items()
         for name, tensor in members.items()
     }
-    meta = {
+    tensors |= pack_snapshots(held.snapshots if held else ())
+    meta = _described(engine, state, source)
+    return {**tensors, "meta": {**meta, "digest": _sealed(tensors, meta)}}
+
+
+def _described(engine: Engine, state: State, source: str) -> dict[str, Any]:
+    """Whose state it is, and what of it is not a tensor."""
+    return {
         "format": FORMAT,
         "method": describe(engine.method),
         "plus": describe(engine.plus) if engine.plus else None,
@@ -62,7 +74,6 @@ def pack(engine: Engine, source: str) -> dict[str, Any]:
         "counts": {name: int(number) for name, number in state.counts.items()},
         "watched": state.watched.pack(),
     }
-    return {**tensors, "meta": {**meta, "digest": _sealed(tensors, meta)}}
 
 
 class IncompatibleKeys(NamedTuple):
@@ -78,17 +89,23 @@ def unpack(
     """The state that `pack` made, checked to be whole and, if strict, this engine's."""
     if not isinstance(packed, Mapping):
         raise StateError(f"this is not the state of an adapter, but {type(packed).__name__}")
-    mine = pack(engine, source)
+    mine, theta = _described(engine, engine.fresh(), source), engine.theta
     tensors = {name: tensor for name, tensor in packed.items() if name != "meta"}
-    meta = _whole(packed.get("meta"), tensors, set(mine["meta"]))
+    meta = _whole(packed.get("meta"), tensors, {*mine, "digest"})
     try:
-        _check_same(mine["meta"], meta)
+        _check_same(mine, meta)
         alike = True
     except StateError:
         alike = False
         if strict:
             raise
-    ours = {name: tensor for name, tensor in mine.items() if name.startswith(MOVING)}
+    moving = zip(MOVING, (engine.state.theta, engine.state.velocity), strict=True)
+    ours = {
+        prefix + name: part
+        for prefix, flat in moving
+        for name, part in zip(theta.names, theta.split(flat), strict=True)
+        if not _episodic(engine)
+    }
     theirs = {name: tensor for name, tensor in tensors.items() if name.startswith(MOVING)}
     fits = {n: t for n, t in theirs.items() if n in ours and t.shape == ours[n].shape}
     missing, unexpected = sorted(ours.keys() - fits), sorted(theirs.keys() - fits)
@@ -108,17 +125,17 @@ def unpack(
             [ours[prefix + name].to(engine.device, copy=True) for name in engine.theta.names]
         )
 
-    theta, velocity = vector("parameter.", start.theta), vector("momentum.", start.velocity)
+    moved, velocity = vector("parameter.", start.theta), vector("momentum.", start.velocity)
     if not alike:
         unexpected += sorted(name for name in tensors if not name.startswith(MOVING))
-        return replace(start, theta=theta, velocity=velocity), IncompatibleKeys(missing, unexpected)
+        return replace(start, theta=moved, velocity=velocity), IncompatibleKeys(missing, unexpected)
 
     def memory(prefix: str) -> dict[str, Tensor]:
         found = {n: t for n, t in tensors.items() if n.startswith(prefix)}
         return {n.removeprefix(prefix): t.to(engine.device, copy=True) for n, t in found.items()}
 
     state = State(
-        theta,
+        moved,
         velocity,
         meta["seed"],
         memory("host."),

@@ -57,6 +57,7 @@ class Engine:
         self.functions = Step(self.network, method, plus, theta)
         self.execution = execution(self.functions)
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
+        self.source_predicted = False  # whether the last batch's logits are the source model's
         self._moves = False  # whether a step has moved something, or was said not to
         self.state = self.fresh()
         self.watch = Watch(guard, self) if guard and self._drifts() else None
@@ -139,6 +140,7 @@ class Engine:
     def predict_only(self, images: Tensor) -> Tensor:
         """What a frozen adapter predicts; learns and counts nothing."""
         weights, back = self.prediction_weights, self.state.theta
+        self.source_predicted = weights is self.source or not self.learns
         moved = nullcontext() if weights is back else self.theta.at(weights, back)
         with self.counted_apart(), moved:
             return self.predict(images, self.state.watched.running)
@@ -173,12 +175,14 @@ class Engine:
         watched = replace(self.state.watched, events=list(self.state.watched.events))
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
         snapshots = self.watch.states if self.watch else ()
+        self.source_predicted = not self.learns
         try:
             logits = self._learned(images)
             if self.watch:
                 own, logits = logits, self.watch.see(images, logits)
                 if logits is not own:
                     self.selected = None  # what was learned from is not what is predicted
+                    self.source_predicted = True
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
             if not self._moves:

@@ -53,6 +53,17 @@ class Watched:
         """Whether the source model predicts while the adapted one learns."""
         return self.aside is not None or self.even
 
+    @property
+    def phase(self) -> str:
+        """`adapting`, or the action in force: `aside`, `even`, `running`, `rest`."""
+        if self.resting:
+            return "rest"
+        if self.running:
+            return "running"
+        if self.aside is not None:
+            return "aside"
+        return "even" if self.even else "adapting"
+
     def pack(self) -> dict[str, Any]:
         """As JSON takes it."""
         return asdict(self)

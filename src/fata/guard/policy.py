@@ -148,6 +148,11 @@ class Watch:
         """Whether the guard has given up: the source model predicts, and nothing is learned."""
         return self._engine.state.watched.resting
 
+    @property
+    def phase(self) -> str:
+        """`adapting`, or the action in force: `aside`, `even`, `running`, `rest`."""
+        return self._engine.state.watched.phase
+
     def forget(self) -> None:
         """Drop all snapshots."""
         self._ring.clear()

@@ -15,11 +15,7 @@ def logits_of(output: Any, rows: int) -> Tensor:
 
     Takes a tensor, an object or a dict with `logits` (Hugging Face), or a tuple led by the tensor.
     """
-    found = output
-    if isinstance(output, Mapping):
-        found = output.get("logits")
-    elif not isinstance(output, Tensor):
-        found = getattr(output, "logits", output[0] if isinstance(output, tuple) else None)
+    found = found_in(output)
     if not isinstance(found, Tensor) or found.ndim != 2 or len(found) != rows:
         shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         raise ValueError(
@@ -33,6 +29,15 @@ def logits_of(output: Any, rows: int) -> Tensor:
             f"two. A single sigmoid output can be given as two logits, (0, o)."
         )
     return found.to(torch.promote_types(found.dtype, torch.float32))
+
+
+def found_in(output: Any) -> Any:
+    """What should be the logits in a model's output; None: there is nothing."""
+    if isinstance(output, Mapping):
+        return output.get("logits")
+    if isinstance(output, Tensor):
+        return output
+    return getattr(output, "logits", output[0] if isinstance(output, tuple) else None)
 
 
 def restrict(model: nn.Module, classes: Sequence[int]) -> RemovableHandle:

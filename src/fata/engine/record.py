@@ -1,0 +1,64 @@
+"""What one batch came to, for callbacks, logs and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from fata.engine.engine import Engine
+from fata.guard.events import Event
+from fata.methods.losses import entropy
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one batch came to.
+
+    Args:
+        batch: its number in the stream, from 1.
+        rows: images in it.
+        selected: rows that each term selected, by its name; empty if it was not learned from, or if
+            the source model's predictions were returned.
+        entropy: mean entropy of the predictions, in nats: what the hosts minimise.
+        stepped: steps that moved the weights, since the stream's start.
+        phase: the guard's: `adapting`; `aside` or `even`: the source model predicts while the
+            adapted one learns; `running` or `rest`: nothing is learned; `off`: there is no guard.
+        source_predicted: whether the predictions are the source model's.
+        events: what the guard did after this batch.
+    """
+
+    batch: int
+    rows: int
+    selected: dict[str, int]
+    entropy: float
+    stepped: int
+    phase: str
+    source_predicted: bool
+    events: tuple[Event, ...] = ()
+
+
+class Callback(Protocol):
+    """Is told of every batch that is learned from."""
+
+    def on_step(self, record: StepRecord, /) -> None:
+        """A batch was learned from."""
+
+
+def record(engine: Engine, logits: Tensor, learned: bool = True) -> StepRecord:
+    """Of the batch that an engine was given last, frozen or not; waits for the device."""
+    state = engine.state
+    latest = [e for e in state.watched.events if learned and e.batch == state.batches]
+    terms = (engine.method.name, "fata") if engine.plus else (engine.method.name,)
+    rows = engine.selected or ()
+    return StepRecord(
+        batch=state.batches,
+        rows=len(logits),
+        selected={term: int(chosen.sum()) for term, chosen in zip(terms, rows, strict=False)},
+        entropy=entropy(logits.float()).mean().item(),
+        stepped=int(state.counts.get("stepped", 0)),
+        phase=state.watched.phase if engine.watch else "off",
+        source_predicted=engine.source_predicted,
+        events=tuple(latest),
+    )

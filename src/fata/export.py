@@ -1,0 +1,77 @@
+"""The adapted model as one file for other programs: a `torch.export` program, or ONNX."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from fata._files import write_whole
+from fata.network.logits import found_in
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+log = logging.getLogger("fata")
+
+SUFFIXES = (".pt2", ".onnx")
+
+
+class Exported(nn.Module):
+    """Maps images to logits, whatever the model returns them in.
+
+    Args:
+        model: with the weights and statistics that predict.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the images."""
+        logits: Tensor = found_in(self.model(images))
+        return logits.float()
+
+
+def check_path(path: str | os.PathLike[str]) -> Path:
+    """Raise for a file of another kind."""
+    path = Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(
+            f"export({str(path)!r}): give a name that ends with .pt2 (torch.export) or .onnx."
+        )
+    return path
+
+
+def write(path: Path, model: nn.Module, images: Tensor) -> None:
+    """Write a model; an older file there is replaced whole."""
+    exported = Exported(model).eval()
+    if path.suffix == ".pt2":
+        buffer = io.BytesIO()
+        torch.export.save(_program(exported, images), buffer)
+        write_whole(path, buffer.getvalue())
+        return
+    program = torch.onnx.export(
+        _program(exported, images),
+        dynamo=True,
+        input_names=["images"],
+        output_names=["logits"],
+        verbose=False,
+    )
+    assert program is not None
+    write_whole(path, program.model_proto.SerializeToString())
+
+
+def _program(model: nn.Module, images: Tensor) -> ExportedProgram:
+    rows = {"images": {0: torch.export.Dim.AUTO}}
+    with torch.no_grad():
+        program = torch.export.export(model, (images,), dynamic_shapes=rows)
+    if not program.range_constraints:
+        log.warning("export: the model's code fixes the batch size, at %d images", len(images))
+    return program

@@ -1,0 +1,1 @@
+"""HTTP service: many streams adapt on one network."""

@@ -1,0 +1,322 @@
+"""The routes of the service."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.resources import files
+from typing import Annotated, Any
+
+import torch
+from fastapi import Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.formparsers import MultiPartException
+
+import fata
+from fata.serve import schemas
+from fata.serve.access import Access, Token
+from fata.serve.decode import TENSORS, decode_files, decode_tensor
+from fata.serve.errors import ServiceError
+from fata.serve.middleware import failure
+from fata.serve.scheduler import Outcome
+from fata.serve.service import Service
+
+STREAM = "/v1/streams/{stream}"
+PAGE = {"": ("index.html", "text/html"), "page.js": ("page.js", "text/javascript")}
+PAGE["page.css"] = ("page.css", "text/css")
+POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
+IMAGES = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "properties": {
+                        "image": {"type": "array", "items": {"type": "string", "format": "binary"}}
+                    },
+                }
+            },
+            **{
+                kind: {"schema": {"type": "string", "format": "binary"}}
+                for kind in ("image/jpeg", "image/png", "image/webp", *TENSORS)
+            },
+        },
+    }
+}
+STATE = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    code: {"model": schemas.Failure} for code in (401, 403, 404, 409, 413, 422, 429, 503)
+}
+
+
+def create_app(service: Service, access: Access) -> FastAPI:
+    """The application of a service, which is closed with it."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(
+        title="fata",
+        version=fata.__version__,
+        description="Image classifiers that adapt to each stream while they predict.",
+        lifespan=lifespan,
+        responses=ERRORS,
+    )
+    _handle_errors(app)
+    _add_pages(app, service, access)
+    _add_streams(app, service, access)
+    _add_management(app, service, access)
+    return app
+
+
+def _handle_errors(app: FastAPI) -> None:
+    @app.exception_handler(ServiceError)
+    async def _(_: Request, error: ServiceError) -> Response:
+        return failure(error)
+
+    @app.exception_handler(Exception)
+    async def _(_: Request, __: Exception) -> Response:  # logged where it is raised again
+        return failure(ServiceError(500, "internal error."))
+
+    @app.exception_handler(HTTPException)
+    async def _(_: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, MultiPartException) or error.status_code == 400:
+            return failure(ServiceError(422, "the form is damaged, or has too many parts."))
+        return failure(ServiceError(error.status_code, str(error.detail)))
+
+    @app.exception_handler(RequestValidationError)
+    async def _(_: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"][1:])
+        return failure(ServiceError(422, f"{where}: {first['msg']}."))
+
+
+def _authorization(request: Request) -> str | None:
+    return request.headers.get("authorization")
+
+
+Authorization = Annotated[str | None, Depends(_authorization)]
+
+
+def _add_pages(app: FastAPI, service: Service, access: Access) -> None:
+    """The page, metrics and probes."""
+
+    @app.get("/healthz", tags=["probes"])
+    async def healthz() -> dict[str, str]:
+        """The process is alive."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["probes"])
+    async def readyz() -> dict[str, str]:
+        """Predictions are possible."""
+        if not service.ready:
+            raise ServiceError(503, "the service is not ready.", 1)
+        return {"status": "ok"}
+
+    @app.get("/metrics", tags=["probes"])
+    async def metrics(authorization: Authorization) -> Response:
+        """Metrics for Prometheus."""
+        access.check(authorization)
+        content = await asyncio.to_thread(service.metrics.text)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/", include_in_schema=False)
+    @app.get("/{name}", include_in_schema=False)
+    async def page(name: str = "") -> Response:
+        if name not in PAGE:
+            raise ServiceError(404, "there is no such page.")
+        file, kind = PAGE[name]
+        content = (files("fata.serve") / "page" / file).read_text()
+        return HTMLResponse(content, media_type=kind, headers={"Content-Security-Policy": POLICY})
+
+
+def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
+    """Predict, and see what there is."""
+
+    @app.post(
+        f"{STREAM}/predict",
+        response_model=schemas.Predictions,
+        openapi_extra=IMAGES,
+        tags=["predict"],
+    )
+    async def predict(
+        stream: str,
+        request: Request,
+        authorization: Authorization,
+        top: Annotated[int, Query(ge=1, le=100, description="Classes for each image.")] = 5,
+    ) -> Response:
+        """Predict images of a stream, and learn from them.
+
+        The images are the parts `image` of a form, or one image as the body. A tensor of pixels is
+        sent as `application/x-npy` or `application/x-safetensors` (named `images`): uint8, or
+        float32 in [0, 1], of shape (images, 3, size, size).
+        """
+        access.check(authorization, stream)
+        start = time.monotonic()
+        service.admit(stream)
+        pixels = await _pixels(request, service)
+        outcome = await asyncio.wrap_future(service.submit(stream, pixels))
+        service.metrics.seconds.observe(time.monotonic() - start)
+        return JSONResponse(_predictions(stream, outcome, top, service.loaded.labels))
+
+    @app.get("/v1/streams", response_model=schemas.StreamList, tags=["streams"])
+    async def streams(
+        authorization: Authorization,
+        search: Annotated[str, Query(max_length=128)] = "",
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> Response:
+        """The streams whose name has `search` in it."""
+        token = access.token(authorization)
+        names = [name for name in _allowed(token, service.names()) if search in name]
+        found = [service.summary(name) for name in names[:limit]]
+        return JSONResponse({"streams": found, "total": len(names)})
+
+    @app.get(STREAM, response_model=schemas.Stream, tags=["streams"])
+    async def describe(stream: str, authorization: Authorization) -> Any:
+        """All that is known of a stream."""
+        access.check(authorization, stream)
+        return await asyncio.to_thread(service.describe, stream)
+
+    @app.get(f"{STREAM}/history", response_model=schemas.Points, tags=["streams"])
+    async def history(stream: str, authorization: Authorization) -> Any:
+        """The latest batches of a stream since the server started."""
+        access.check(authorization, stream)
+        return {"points": service.history(stream)}
+
+    @app.get(f"{STREAM}/images", response_model=schemas.LatestImages, tags=["streams"])
+    async def images(stream: str, authorization: Authorization) -> Any:
+        """The latest images of a stream, if the server keeps them."""
+        access.check(authorization, stream)
+        labels = service.loaded.labels
+        return {
+            "images": [
+                {
+                    "png": base64.b64encode(png).decode(),
+                    "label": label,
+                    "name": labels[label] if labels else None,
+                    "confidence": confidence,
+                }
+                for png, label, confidence in service.latest_images(stream)
+            ]
+        }
+
+
+def _add_management(app: FastAPI, service: Service, access: Access) -> None:
+    """Create, change and delete streams."""
+
+    @app.put(STREAM, response_model=schemas.Stream, tags=["streams"])
+    async def configure(
+        stream: str, change: schemas.StreamChange, authorization: Authorization
+    ) -> Any:
+        """Create a stream, or change what is set for it."""
+        access.check(authorization, stream)
+        given = change.model_dump(exclude_unset=True)
+        method = given.pop("method", None)
+        if method not in (None, service.fleet.adapter.name):
+            own = service.fleet.adapter.name
+            raise ServiceError(409, f"this server's method is {own}: start another one.")
+        if given.get("frozen", True) is None:
+            raise ServiceError(422, "frozen: must be true or false.")
+        await asyncio.to_thread(service.configure, stream, **given)
+        return await asyncio.to_thread(service.describe, stream)
+
+    @app.delete(STREAM, status_code=204, tags=["streams"])
+    async def delete(stream: str, authorization: Authorization) -> None:
+        """Forget a stream and its state."""
+        access.check(authorization, stream)
+        await asyncio.to_thread(service.delete, stream)
+
+    @app.post(f"{STREAM}/reset", status_code=204, tags=["streams"])
+    async def reset(stream: str, authorization: Authorization) -> None:
+        """Restart a stream from the source weights."""
+        access.check(authorization, stream)
+        await asyncio.to_thread(service.reset, stream)
+
+    @app.post(f"{STREAM}/freeze", status_code=204, tags=["streams"])
+    async def freeze(stream: str, authorization: Authorization) -> None:
+        """Predict without learning from now on."""
+        access.check(authorization, stream)
+        await asyncio.to_thread(service.configure, stream, frozen=True)
+
+    @app.post(f"{STREAM}/unfreeze", status_code=204, tags=["streams"])
+    async def unfreeze(stream: str, authorization: Authorization) -> None:
+        """Learn again."""
+        access.check(authorization, stream)
+        await asyncio.to_thread(service.configure, stream, frozen=False)
+
+    @app.get(f"{STREAM}/state", tags=["streams"], response_class=Response)
+    async def download(stream: str, authorization: Authorization) -> Response:
+        """The state of a stream: a safetensors file, as `adapter.load` takes it."""
+        access.check(authorization, stream)
+        content = await asyncio.to_thread(service.download, stream)
+        named = {"Content-Disposition": f'attachment; filename="{stream}.safetensors"'}
+        return Response(content, media_type="application/octet-stream", headers=named)
+
+    @app.put(f"{STREAM}/state", status_code=204, openapi_extra=STATE, tags=["streams"])
+    async def upload(stream: str, request: Request, authorization: Authorization) -> None:
+        """Continue a stream from a state of the same model and method."""
+        access.check(authorization, stream)
+        await asyncio.to_thread(service.upload, stream, await request.body())
+
+
+async def _pixels(request: Request, service: Service) -> torch.Tensor:
+    """The images of a request."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    given = service.loaded.preprocess, service.limits
+    if kind in TENSORS:
+        return decode_tensor(kind, await request.body(), *given)
+    if kind == "multipart/form-data":
+        async with request.form(
+            max_files=service.limits.images + 1, max_fields=0, max_part_size=service.limits.body
+        ) as form:
+            parts = [part for part in form.getlist("image") if not isinstance(part, str)]
+            bodies = [await part.read() for part in parts]
+    elif kind.startswith("image/"):
+        bodies = [await request.body()]
+    else:
+        raise ServiceError(
+            415, "give a form with parts 'image', one JPEG, PNG or WebP, a .npy or safetensors."
+        )
+    return await asyncio.to_thread(decode_files, bodies, *given)
+
+
+def _allowed(token: Token, names: list[str]) -> list[str]:
+    return [name for name in names if token.allows(name)]
+
+
+def _predictions(
+    stream: str, outcome: Outcome, top: int, labels: tuple[str, ...]
+) -> dict[str, Any]:
+    probabilities = outcome.logits.softmax(1).nan_to_num(0)
+    values, classes = probabilities.topk(min(top, probabilities.shape[1]))
+    record = outcome.record
+    return {
+        "stream": stream,
+        "predictions": [
+            {
+                "top": [
+                    {"label": c, "name": labels[c] if labels else None, "probability": p}
+                    for c, p in zip(of, with_, strict=True)
+                ]
+            }
+            for of, with_ in zip(classes.tolist(), values.tolist(), strict=True)
+        ],
+        "predicted_by": "source" if record is None or record.source_predicted else "adapted",
+        "phase": record.phase if record else None,
+        "batch": record.batch if record else None,
+        "learned": outcome.learned,
+        "note": outcome.note,
+    }

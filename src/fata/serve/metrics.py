@@ -1,0 +1,112 @@
+"""Prometheus metrics: by stream up to a limit, beyond it summed under the name `other`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from fata.engine.record import StepRecord
+
+PHASES = ("adapting", "aside", "even", "running", "rest", "off")
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+OTHER = "other"
+
+
+class Metrics:
+    """The metrics of one service.
+
+    Args:
+        most: streams with metrics of their own.
+    """
+
+    def __init__(self, most: int = 100) -> None:
+        self.registry, self._most, self._named = CollectorRegistry(), most, set[str]()
+        registry = self.registry
+        self.images = Counter(
+            "fata_images", "Images predicted.", ["stream", "predicted_by"], registry=registry
+        )
+        self.selected = Counter(
+            "fata_selected_rows",
+            "Rows selected to learn from.",
+            ["stream", "term"],
+            registry=registry,
+        )
+        self.events = Counter(
+            "fata_guard_events", "Actions of the guard.", ["action"], registry=registry
+        )
+        self.phases = Gauge(
+            "fata_stream_phase", "1 for the guard's phase.", ["stream", "phase"], registry=registry
+        )
+        self.failures = Counter("fata_failed_steps", "Steps that failed.", registry=registry)
+        self.late = Counter(
+            "fata_late_images", "Images past the deadline, not learned.", registry=registry
+        )
+        self.seconds = Histogram(
+            "fata_request_seconds",
+            "Time from a request to its predictions.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.steps = Histogram(
+            "fata_step_seconds", "Time of a batch.", buckets=SECONDS, registry=registry
+        )
+        self.rows = Histogram(
+            "fata_batch_images", "Images of a batch.", buckets=ROWS, registry=registry
+        )
+        self.requests = Counter(
+            "fata_requests", "Requests by HTTP status.", ["status"], registry=registry
+        )
+
+    def label(self, stream: str) -> str:
+        """What a stream is called in the metrics."""
+        if stream not in self._named and len(self._named) < self._most:
+            self._named.add(stream)
+        return stream if stream in self._named else OTHER
+
+    def add(self, stream: str, rows: int, record: StepRecord | None, seconds: float) -> None:
+        """A batch of a stream was predicted."""
+        label = self.label(stream)
+        by = "source" if record is None or record.source_predicted else "adapted"
+        self.images.labels(label, by).inc(rows)
+        self.rows.observe(rows)
+        self.steps.observe(seconds)
+        if record is None:
+            self.failures.inc()
+            return
+        for term, count in record.selected.items():
+            self.selected.labels(label, term).inc(count)
+        for event in record.events:
+            self.events.labels(event.action).inc()
+        if label != OTHER:
+            for phase in PHASES:
+                self.phases.labels(label, phase).set(phase == record.phase)
+
+    def forget(self, stream: str) -> None:
+        """The stream is gone: another one may have metrics of its own."""
+        if stream in self._named:
+            self._named.discard(stream)
+            for metric in (self.images, self.selected, self.phases):
+                metric.remove_by_labels({"stream": stream})
+
+    def watch(self, name: str, what: str, read: Callable[[], float], total: bool = False) -> None:
+        """A number that is read when the metrics are; `total`: one that only grows."""
+        self.registry.register(_Read(name, what, read, total))
+
+    def text(self) -> bytes:
+        """As Prometheus reads them."""
+        return generate_latest(self.registry)
+
+
+class _Read(Collector):
+    def __init__(self, name: str, what: str, read: Callable[[], float], total: bool) -> None:
+        self._given, self._total = (name, what), total
+        self._read = read
+
+    def collect(self) -> Iterable[Metric]:
+        """The number now."""
+        family = CounterMetricFamily if self._total else GaugeMetricFamily
+        yield family(*self._given, value=self._read())

@@ -1,0 +1,121 @@
+"""What surrounds every request: sizes, time-outs, origins, errors, and the count of them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+
+from fata.serve.errors import ServiceError
+from fata.serve.limits import Limits
+from fata.serve.metrics import Metrics
+
+log = logging.getLogger("fata.serve")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Referrer-Policy": "no-referrer",
+}
+
+
+def failure(error: ServiceError) -> Response:
+    """An error as it is sent."""
+    headers = dict(HEADERS)
+    if error.retry_after is not None:
+        headers["Retry-After"] = str(max(1, round(error.retry_after)))
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return JSONResponse({"error": error.message}, error.status, headers)
+
+
+class Guarded:
+    """An application whose requests are limited in size and time.
+
+    Args:
+        app: the application.
+        limits: what a client may ask for.
+        metrics: count the requests.
+    """
+
+    def __init__(self, app: Application, limits: Limits, metrics: Metrics) -> None:
+        self._app, self._limits, self._metrics = app, limits, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle a request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status: list[int] = []
+
+        async def sent(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                status.append(message["status"])
+                more = [(n.lower().encode(), v.encode()) for n, v in HEADERS.items()]
+                message["headers"] = [*message.get("headers", []), *more]
+            await send(message)
+
+        try:
+            self._check(Headers(scope=scope))
+            await self._app(scope, self._limited(receive), sent)
+        except ServiceError as error:
+            await self._fail(error, scope, receive, send, status)
+        except ClientDisconnect:
+            status.append(499)
+        except Exception:
+            log.exception("a request failed", extra={"path": scope["path"]})
+            await self._fail(ServiceError(500, "internal error."), scope, receive, send, status)
+        finally:
+            self._metrics.requests.labels(str(status[0]) if status else "499").inc()
+
+    async def _fail(
+        self, error: ServiceError, scope: Scope, receive: Receive, send: Send, status: list[int]
+    ) -> None:
+        if not status:
+            status.append(error.status)
+            await failure(error)(scope, receive, send)
+
+    def _check(self, headers: Headers) -> None:
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > self._limits.body:
+            raise self._too_large()
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            raise ServiceError(403, "requests of other sites' pages are not supported.")
+
+    def _too_large(self) -> ServiceError:
+        return ServiceError(413, f"a request may have at most {self._limits.body:,} bytes.")
+
+    def _limited(self, receive: Receive) -> Receive:
+        """Parts of the body, as long as they are not too many and not too slow."""
+        loop = asyncio.get_running_loop()
+        until, size, whole = loop.time() + self._limits.seconds, 0, False
+
+        async def limited() -> MutableMapping[str, Any]:
+            nonlocal size, whole
+            if whole:  # what follows is the client going away, whenever that is
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), until - loop.time())
+            except TimeoutError:
+                raise ServiceError(
+                    408, f"the request took over {self._limits.seconds:g} s to arrive."
+                ) from None
+            size += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if size > self._limits.body:
+                raise self._too_large()
+            return message
+
+        return limited

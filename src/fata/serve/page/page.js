@@ -1,0 +1,204 @@
+"use strict";
+
+const COLOURS = ["#4054b2", "#d1782d", "#3a8f5c", "#b0413e", "#7a5ea8", "#8a6d3b", "#4a9fb5", "#888"];
+const EVERY = 2000; // milliseconds between two updates
+const element = (id) => document.getElementById(id);
+const rows = new Map(); // by stream
+let chosen = null;
+let labels = {};
+
+async function ask(path, method = "GET") {
+  const token = element("token").value;
+  const headers = token ? { Authorization: `Bearer ${token}` } : {};
+  const response = await fetch(path, { method, headers });
+  if (response.status === 204) return null;
+  const content = await response.json();
+  if (!response.ok) throw Object.assign(new Error(content.error), { status: response.status });
+  return content;
+}
+
+function show(error) {
+  element("error").hidden = !error;
+  element("error").textContent = error ? error.message : "";
+}
+
+function set(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
+function ago(seconds) {
+  if (!seconds) return "";
+  const past = Math.max(0, Date.now() / 1000 - seconds);
+  if (past < 60) return `${Math.round(past)} s ago`;
+  return past < 5400 ? `${Math.round(past / 60)} min ago` : `${Math.round(past / 3600)} h ago`;
+}
+
+function row(name) {
+  const line = document.createElement("tr");
+  const button = document.createElement("button");
+  button.textContent = name;
+  button.addEventListener("click", () => choose(name));
+  line.append(...[0, 1, 2, 3, 4].map(() => document.createElement("td")));
+  line.cells[0].append(button);
+  rows.set(name, line);
+  return line;
+}
+
+async function list() {
+  const search = encodeURIComponent(element("search").value);
+  const { streams, total } = await ask(`v1/streams?limit=1000&search=${search}`);
+  set(element("total"), `${total} stream${total === 1 ? "" : "s"}`);
+  element("empty").hidden = total > 0;
+  const names = new Set(streams.map((one) => one.stream));
+  for (const [name, line] of rows) if (!names.has(name)) { line.remove(); rows.delete(name); }
+  let before = null;
+  for (const one of streams) {
+    const line = rows.get(one.stream) || row(one.stream);
+    const next = before ? before.nextSibling : element("streams").firstChild;
+    if (line !== next) element("streams").insertBefore(line, next);
+    before = line;
+    line.setAttribute("aria-selected", one.stream === chosen);
+    set(line.cells[1], one.images.toLocaleString("en"));
+    set(line.cells[2], one.phase || "");
+    set(line.cells[3], one.predicted_by || "");
+    set(line.cells[4], ago(one.last));
+  }
+}
+
+function draw(name, attributes) {
+  const node = document.createElementNS("http://www.w3.org/2000/svg", name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  return node;
+}
+
+function named(label) {
+  return labels[label] || label;
+}
+
+function drawClasses(points) {
+  const totals = new Map();
+  for (const point of points) {
+    for (const [c, share] of Object.entries(point.classes)) totals.set(c, (totals.get(c) || 0) + share);
+  }
+  const top = [...totals].sort((a, b) => b[1] - a[1]).slice(0, COLOURS.length - 1).map(([c]) => c);
+  const width = 600 / Math.max(points.length, 1);
+  const bars = points.flatMap((point, number) => {
+    let y = 160;
+    return top.map((c, rank) => {
+      const height = 160 * (point.classes[c] || 0);
+      y -= height;
+      return draw("rect", { x: number * width, y, width, height, fill: COLOURS[rank] });
+    });
+  });
+  element("classes").replaceChildren(...bars);
+  element("legend").replaceChildren(...top.map((c, rank) => {
+    const item = document.createElement("li");
+    const mark = draw("svg", { viewBox: "0 0 1 1" });
+    mark.append(draw("rect", { width: 1, height: 1, fill: COLOURS[rank] }));
+    item.append(mark, ` ${named(c)}`);
+    return item;
+  }));
+}
+
+function drawCurves(points) {
+  const at = (number) => (points.length > 1 ? (600 * number) / (points.length - 1) : 0);
+  const line = (field) => points.map((p, n) => `${at(n)},${118 - 116 * p[field]}`).join(" ");
+  const area = `0,118 ${line("source")} ${at(points.length - 1)},118`;
+  element("curves").replaceChildren(
+    draw("polygon", { points: area, fill: "#8884" }),
+    draw("polyline", { points: line("confidence"), fill: "none", stroke: COLOURS[0], "stroke-width": 2 }),
+    draw("polyline", {
+      points: line("selected"), fill: "none", stroke: COLOURS[1], "stroke-width": 2, "stroke-dasharray": "6 4",
+    }),
+  );
+}
+
+function drawEvents(events) {
+  element("events").replaceChildren(...[...events].reverse().map((event) => {
+    const line = document.createElement("tr");
+    for (const text of [event.batch, event.action, event.sign, event.value.toFixed(3)]) {
+      line.append(Object.assign(document.createElement("td"), { textContent: text }));
+    }
+    return line;
+  }));
+}
+
+async function drawImages() {
+  try {
+    const { images } = await ask(`v1/streams/${chosen}/images`);
+    element("latest").hidden = false;
+    element("images").replaceChildren(...images.reverse().map((one) => {
+      const figure = document.createElement("figure");
+      const picture = document.createElement("img");
+      picture.src = `data:image/png;base64,${one.png}`;
+      picture.alt = one.name || `class ${one.label}`;
+      labels[one.label] = one.name;
+      figure.append(picture, `${picture.alt} ${Math.round(100 * one.confidence)} %`);
+      return figure;
+    }));
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    element("latest").hidden = true; // the service keeps none
+  }
+}
+
+async function detail() {
+  if (chosen === null) return;
+  const name = chosen;
+  const [stream, { points }] = await Promise.all([
+    ask(`v1/streams/${name}`), ask(`v1/streams/${name}/history`),
+  ]);
+  if (name !== chosen) return; // another one was chosen meanwhile
+  element("detail").hidden = false;
+  set(element("name"), name);
+  const { seen, stepped } = stream.counts;
+  set(element("facts"), `${stream.method}, ${stream.frozen ? "frozen" : "adapting"}, phase ` +
+    `${stream.phase}; ${seen.toLocaleString("en")} images seen, ${stepped} steps`);
+  set(element("freeze"), stream.frozen ? "Unfreeze" : "Freeze");
+  drawClasses(points);
+  drawCurves(points);
+  drawEvents(stream.events);
+  await drawImages();
+}
+
+function choose(name) {
+  chosen = name;
+  for (const [one, line] of rows) line.setAttribute("aria-selected", one === name);
+  guarded(detail);
+}
+
+async function guarded(work) {
+  try {
+    await work();
+    show(null);
+  } catch (error) {
+    show(error);
+  }
+}
+
+async function act(action) {
+  await ask(`v1/streams/${chosen}/${action}`, "POST");
+  await detail();
+}
+
+async function update() {
+  if (!document.hidden) {
+    await guarded(async () => {
+      await list();
+      if (chosen !== null && !rows.has(chosen) && !element("search").value) {
+        chosen = null;
+        element("detail").hidden = true;
+      }
+      await detail();
+    });
+  }
+  setTimeout(update, EVERY);
+}
+
+element("freeze").addEventListener("click", () =>
+  guarded(() => act(element("freeze").textContent.toLowerCase())));
+element("reset").addEventListener("click", () => {
+  if (confirm(`Reset ${chosen} to the source weights?`)) guarded(() => act("reset"));
+});
+for (const id of ["search", "token"]) element(id).addEventListener("input", () => guarded(list));
+update();

@@ -1,0 +1,126 @@
+"""The page at /, in a real browser."""
+
+import contextlib
+import threading
+
+import pytest
+from serving import NOW, free_port, pixels, service
+
+from fata.serve.access import Access, Token
+from fata.serve.limits import Limits
+from fata.serve.server import run
+
+selenium = pytest.importorskip("selenium", reason="needs selenium")
+
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import WebDriverWait  # noqa: E402
+
+TOKEN = "a-token-for-everything"
+
+
+@contextlib.contextmanager
+def page(browser, tokens=(), **options):
+    """The page of a service of this process, open in the browser."""
+    import uvicorn
+
+    made, port, servers = service(gathering=NOW, **options), free_port(), []
+    server = uvicorn.Server
+
+    class Kept(server):
+        def __init__(self, config):
+            super().__init__(config)
+            servers.append(self)
+
+    uvicorn.Server = Kept
+    thread = threading.Thread(target=run, args=(made, Access(tokens), "127.0.0.1", port))
+    thread.start()
+    try:
+        while not (servers and servers[0].started):
+            assert thread.is_alive()
+        browser.get(f"http://127.0.0.1:{port}/")
+        yield made
+    finally:
+        browser.get("about:blank")
+        servers[0].should_exit = True
+        thread.join()
+        uvicorn.Server = server
+
+
+def learn(made, name, batches=20):
+    for batch in pixels(4 * batches).split(4):
+        made.submit(name, batch).result(60)
+
+
+def until(browser, condition):
+    return WebDriverWait(browser, 60, poll_frequency=0.05).until(lambda _: condition())
+
+
+def find(browser, selector):
+    return browser.find_element(By.CSS_SELECTOR, selector)
+
+
+def texts(browser, selector):
+    return browser.execute_script(
+        "return [...document.querySelectorAll(arguments[0])].map(n => n.textContent)", selector
+    )
+
+
+def test_the_page_shows_streams_and_its_buttons_work(browser):
+    with page(browser, keep_images=True) as made:
+        until(browser, lambda: find(browser, "#empty").is_displayed())
+        learn(made, "camera-7")
+        learn(made, "camera-8", 1)
+        until(browser, lambda: texts(browser, "#streams button") == ["camera-7", "camera-8"])
+        assert texts(browser, "#streams tr:first-child td")[1] == "80"
+        find(browser, "#streams button").click()
+        until(browser, lambda: "80 images seen" in find(browser, "#facts").text)
+        assert len(texts(browser, "#classes rect")) > 1
+        assert len(texts(browser, "#curves polyline")) == 2
+        until(browser, lambda: len(texts(browser, "#images figure")) == 12)
+        assert find(browser, "#images img").get_property("naturalWidth") == 16
+        find(browser, "#freeze").click()
+        until(browser, lambda: find(browser, "#freeze").text == "Unfreeze")
+        assert made.fleet.settings("camera-7").frozen
+        find(browser, "#freeze").click()
+        until(browser, lambda: find(browser, "#freeze").text == "Freeze")
+        find(browser, "#reset").click()
+        browser.switch_to.alert.accept()
+        until(browser, lambda: " 0 images seen" in find(browser, "#facts").text)
+        assert made.describe("camera-7")["batches"] == 0
+        made.delete("camera-8")
+        until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
+        assert not find(browser, "#error").is_displayed()
+        assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+
+
+def test_images_are_not_shown_by_default(browser):
+    with page(browser) as made:
+        learn(made, "camera-7", 2)
+        until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
+        find(browser, "#streams button").click()
+        until(browser, lambda: "8 images seen" in find(browser, "#facts").text)
+        assert not find(browser, "#latest").is_displayed()
+        assert find(browser, "#images").get_property("childElementCount") == 0
+
+
+def test_a_thousand_streams_are_listed_and_searched(browser):
+    with page(browser, limits=Limits(streams=1000)) as made:
+        for number in range(1000):
+            made.admit(f"camera-{number:04}")
+        learn(made, "camera-0500", 1)
+        until(browser, lambda: len(texts(browser, "#streams tr")) == 1000)
+        assert find(browser, "#total").text == "1000 streams"
+        find(browser, "#search").send_keys("-05")
+        until(browser, lambda: len(texts(browser, "#streams tr")) == 100)
+        browser.execute_script("document.querySelector('#streams button').click()")
+        until(browser, lambda: "4 images seen" in find(browser, "#facts").text)
+
+
+def test_a_token_is_asked_for_and_names_are_text(browser):
+    with page(browser, [Token(TOKEN)]) as made:
+        learn(made, "camera-7", 1)
+        until(browser, lambda: "token" in find(browser, "#error").text)
+        assert texts(browser, "#streams tr") == []
+        find(browser, "#token").send_keys(TOKEN)
+        until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
+        until(browser, lambda: not find(browser, "#error").is_displayed())

@@ -22,6 +22,7 @@ PRINTED = {  # what the examples of a page must print
     "state.md": ["'seen': 128", "'tent': 1.0"],
     "serve.md": ["16 adapting"],
     "methods.md": ["torch.Size([16, 10])"],
+    "balance.md": ["torch.Size([16, 10])"],
     "add-a-method.md": ["margin+fata"],
 }
 

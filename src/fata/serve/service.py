@@ -100,9 +100,10 @@ class Service:
 
     def _observe(self, name: str, pixels: Tensor, outcome: Outcome, seconds: float) -> None:
         """Note a batch, in the thread that ran it."""
-        confidences, labels = outcome.logits.softmax(1).max(1)
-        history = self._histories.setdefault(name, History())
-        history.add(outcome.record, labels.tolist(), confidences.tolist())
+        confidences, labels = outcome.logits.softmax(1).nan_to_num(0).max(1)
+        with self._lock:
+            history = self._histories.setdefault(name, History())
+            history.add(outcome.record, labels.tolist(), confidences.tolist())
         if self.keep_images:
             for image, label, confidence in zip(pixels, labels, confidences, strict=True):
                 history.latest.append((_png(image), int(label), float(confidence)))
@@ -147,8 +148,9 @@ class Service:
     def history(self, name: str) -> list[dict[str, Any]]:
         """The latest batches since the start, summed up in points."""
         self._check_known(name)
-        history = self._histories.get(name)
-        return [point.shown() for point in list(history.points)] if history else []
+        with self._lock:
+            history = self._histories.get(name)
+            return [point.shown() for point in history.points] if history else []
 
     def latest_images(self, name: str) -> list[tuple[bytes, int, float]]:
         """The latest images as PNG, with their labels and confidences."""

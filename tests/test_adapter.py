@@ -898,8 +898,6 @@ def test_a_processors_output_is_taken_as_it_is():
 def test_adapter_and_guard_read_as_one_line():
     adapted = fata.adapt(fata.tiny.build("resnet_gn"), "eata+fata", fisher_alpha=0)
     total = sum(dict(adapted.model.named_parameters())[n].numel() for n in adapted.trainable)
-    assert (
-        repr(adapted)
-        == f"Adapter(eata+fata on ResNet, {total:,} parameters adapt, guard on, exact)"
-    )
+    what = f"Eata + Fata on ResNet, {total:,} parameters adapt, guard on, exact"
+    assert repr(adapted) == f"Adapter({what})"
     assert repr(adapted.guard) == "Watch(a check every 8 batches, 0 events)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,13 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is like `my_module:build`."""
-    return _NAME.fullmatch(name) is not None
+    """Whether a name is like `my_module:build`, of a module that exists."""
+    if not _NAME.fullmatch(name):
+        return False
+    try:
+        return importlib.util.find_spec(name.partition(":")[0]) is not None
+    except (ModuleNotFoundError, ValueError):  # of a package around it
+        return False
 
 
 def imported(name: str) -> Callable[..., Any]:

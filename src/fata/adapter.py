@@ -252,7 +252,8 @@ class Adapter(Stateful):
         if engine is None:
             return f"Adapter({model}, unwrapped)"
         what, guard = f"{sum(engine.theta.sizes):,} parameters adapt", "on" if self.guard else "off"
-        return f"Adapter({self.name} on {model}, {what}, guard {guard}, {self.speed})"
+        names = " + ".join(type(part).__name__ for part in (self.method, self.plus) if part)
+        return f"Adapter({names} on {model}, {what}, guard {guard}, {self.speed})"
 
     # -- state --------------------------------------------------------------------------------
 

@@ -645,7 +645,7 @@ def test_the_snippets_of_the_docs_run(tmp_path, monkeypatch, capsys):
     snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for code in snippets:
         exec(compile(code, "docs/data.md", "exec"), {})
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     printed = capsys.readouterr().out
     assert "of 96 96" in printed
     assert "4 batches" in printed

@@ -1,4 +1,4 @@
-"""Functions of a user's own modules, by name."""
+"""Functions and classes of a user's own modules, by name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def is_own(name: str) -> bool:
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """The function that `my_module:build` names; raises ValueError if there is none."""
+    """What `my_module:build` names, to be called; raises ValueError if there is none."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (AttributeError, ModuleNotFoundError) as error:
-        raise ValueError(f"{name!r}: {error}") from error
+        raise ValueError(f"{name!r}: {error}.") from error
     except Exception as error:  # whatever the module does
-        raise ValueError(f"{name!r} cannot be imported: {type(error).__name__}: {error}") from error
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{name!r} cannot be imported: {why}.") from error
     if not callable(found):
         raise ValueError(f"{name!r} is no function")
     return found  # type: ignore[no-any-return]

@@ -69,10 +69,16 @@ def test_trace(path, share, speed):
     adapter = adapter_of(meta, tensors, step, speed)
     if speed == "fast":
         adapter._engine.execution._captures = True  # the functions of a GPU, here not captured
+    replay(adapter, tensors, share, step)
+
+
+def replay(adapter, tensors, share, step=None):
+    """Every step of a trace, and the parameters at its end; `step[0]` is the number of the step."""
     for name, expected in prefixed(tensors, "fisher.").items():
         torch.testing.assert_close(adapter.fisher[name], expected, atol=1e-6, rtol=2e-3)
     for t, images in enumerate(tensors["x"]):
-        step[0] = t
+        if step:
+            step[0] = t
         adapter._engine.state.share = share  # learn on the selected rows, or on all with a mask
         torch.testing.assert_close(adapter(images), tensors["logits"][t], **CLOSE)
     final = prefixed(tensors, "final.")

@@ -32,5 +32,5 @@ def imported(name: str) -> Callable[..., Any]:
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{name!r} cannot be imported: {why}.") from error
     if not callable(found):
-        raise ValueError(f"{name!r} is no function")
+        raise ValueError(f"{name!r} is neither a function nor a class.")
     return found  # type: ignore[no-any-return]

@@ -166,7 +166,7 @@ def test_both_configurations_of_nginx_are_the_same():
 
 def test_the_systemd_unit_is_sound(tmp_path):
     if shutil.which("systemd-analyze") is None:
-        pytest.skip("needs systemd-analyze")
+        pytest.skip("needs systemd-analyze (apt-get install systemd)")
     unit = (DEPLOY / "fata-serve.service").read_text()
     unit = unit.replace("/opt/fata/bin/fata", sys.executable)
     (tmp_path / "fata-serve.service").write_text(unit)

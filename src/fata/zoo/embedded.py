@@ -1,4 +1,4 @@
-"""The networks in the package: trained on CIFAR-10 by `scripts/train_embedded.py`."""
+"""The networks in the package, trained by `scripts/train_embedded.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fata.zoo import model_file
 from fata.zoo.loaded import Loaded
-from fata.zoo.mini import CIFAR10 as NAMES
+from fata.zoo.mini import NAMES
 
 __all__ = ["NAMES", "PRESETS", "load"]
 

@@ -390,6 +390,30 @@ def test_command_refuses(call, spec, tmp_path, monkeypatch, arguments, message):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["pictures", "tensors"])
+def test_command_trains_on_a_function_of_ones_own(call, shapes, tmp_path, kind):
+    """The same images as from the folder, in the same crops: the same weights."""
+    files = f"sorted(Path({str(shapes / 'day')!r}).glob('*/*.png'))"
+    open_ = {
+        "pictures": "Image.open(file)",
+        "tensors": "torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)",
+    }[kind]
+    (tmp_path / "mine_to_train.py").write_text(
+        "from pathlib import Path\n"
+        "import numpy as np, torch\n"
+        "from PIL import Image\n"
+        "def loader():\n"
+        f"    files = {files}\n"
+        f"    names = {CLASSES!r}\n"
+        f"    return [({open_}, names.index(file.parent.name)) for file in files]\n"
+    )
+    own = call("mine_to_train:loader", "--domain", "clean", "-o", "own.safetensors")
+    assert own.exit_code == 0, own.output
+    assert call(f"folder:{shapes}", "--domain", "day", "-o", "files.safetensors").exit_code == 0
+    mine, theirs = (weights(tmp_path / f"{name}.safetensors") for name in ("own", "files"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 def test_command_refuses_data_without_folders(call, shapes, tmp_path):
     corrupted = tmp_path / "c" / "fog" / "5" / "n01440764"
     corrupted.parent.mkdir(parents=True)

@@ -9,7 +9,7 @@ from fata.bench.store import Record
 
 FEW = 20  # steps
 FEW_STEPS, UNCHANGED = "few steps", "unchanged"
-_UNADAPTED = ("source", "norm")  # these never learn
+UNADAPTED = ("source", "norm")  # these never learn
 _STREAM = ("model", "weights", "data", "scenario", "domains", "severity", "images", "seed")
 
 
@@ -28,12 +28,12 @@ def marks(records: Iterable[Record]) -> dict[str, str]:
     unadapted = {
         (stream_of(record), record.result["predictions"])
         for record in every
-        if record.protocol["method"] in _UNADAPTED and "predictions" in record.result
+        if record.protocol["method"] in UNADAPTED and "predictions" in record.result
     }
     found = {}
     for record in every:
         taken = steps(record)
-        if record.protocol["method"] in _UNADAPTED:
+        if record.protocol["method"] in UNADAPTED:
             continue
         if (stream_of(record), record.result.get("predictions")) in unadapted:
             found[record.key] = UNCHANGED

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def train_source(
-    data: Annotated[str, typer.Option(help="Images in folders: office-home:DIR, or folder:DIR.")],
+    data: Annotated[
+        str, typer.Option(help="Images: office-home:DIR, folder:DIR, or my_module:loader.")
+    ],
     model: Annotated[
         str, typer.Option(help="Pretrained model: a name for fata.zoo.load, or my_module:build.")
     ],

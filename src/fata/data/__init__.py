@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from fata._imports import is_own
 from fata._text import near
 from fata.data import cifar, domains, folders, imagenet, tiny_imagenet
-from fata.data.dataset import CLEAN, Dataset, Domain
+from fata.data.dataset import CLEAN, Dataset, Domain, View
 from fata.data.errors import DataError
-from fata.data.folders import View
 from fata.data.kinds import KINDS
 from fata.data.own import own
 from fata.data.serve import Samples

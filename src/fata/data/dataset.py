@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 CLEAN = "clean"
+View = Callable[["Image.Image"], "Image.Image"]  # to the size that a model takes
 
 
 class Domain(NamedTuple):
@@ -41,6 +42,10 @@ class Domain(NamedTuple):
 
 class ImageSource(Protocol):
     """Images of one domain."""
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether they are files, which worker processes read."""
 
     @property
     def labels(self) -> Tensor:
@@ -61,6 +66,7 @@ class ImageSource(Protocol):
 class ImageArrays:
     """Images in memory."""
 
+    on_disk = False
     images: Tensor  # (N, 3, H, W), bytes
     labels: Tensor
 
@@ -82,14 +88,15 @@ class ImageArrays:
 class ImageFiles:
     """Images on the disk, decoded when they are read."""
 
+    on_disk = True
     folder: Path
     paths: Sequence[str]  # inside the folder
     labels: Tensor
-    view: Callable[[Image.Image], Image.Image]  # to the size that the model takes
+    view: View
 
-    def read(self, index: int) -> Tensor:
-        """One image, (3, H, W), bytes."""
-        return pixels_of(self.folder / self.paths[index], self.view)
+    def read(self, index: int, view: View | None = None) -> Tensor:
+        """One image, (3, H, W), bytes; through another view, if one is given."""
+        return pixels_of(self.folder / self.paths[index], view or self.view)
 
     def name(self, index: int) -> str:
         """Its path."""
@@ -266,7 +273,7 @@ def data_name(spec: str) -> str:
 MADE = (Domain(CLEAN), *(Domain(name, severity) for name in BY_NAME for severity in SEVERITIES))
 
 
-def pixels_of(file: Path | BinaryIO, view: Callable[[Image.Image], Image.Image]) -> Tensor:
+def pixels_of(file: Path | BinaryIO, view: View) -> Tensor:
     """An encoded image as the model takes it, (3, H, W), bytes."""
     from PIL import Image
 
@@ -274,7 +281,7 @@ def pixels_of(file: Path | BinaryIO, view: Callable[[Image.Image], Image.Image])
         return pixels_of_image(image, view)
 
 
-def pixels_of_image(image: Image.Image, view: Callable[[Image.Image], Image.Image]) -> Tensor:
+def pixels_of_image(image: Image.Image, view: View) -> Tensor:
     """A Pillow image as the model takes it, (3, H, W), bytes."""
     pixels = np.asarray(view(_rgb(image)))
     return torch.from_numpy(pixels.transpose(2, 0, 1).copy())  # in order: quick to batch

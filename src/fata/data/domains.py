@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from fata._text import listed
-from fata.data.dataset import Dataset, Domain, ImageFiles, ImageSource
+from fata.data.dataset import Dataset, Domain, ImageFiles, ImageSource, View
 from fata.data.errors import DataError
-from fata.data.folders import View, domain_folders, folders_in, found_in, listed_files
+from fata.data.folders import domain_folders, folders_in, found_in, listed_files
 
 OFFICE_HOME = {
     "art": "Art",

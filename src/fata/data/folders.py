@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from fata._text import listed
-from fata.data.dataset import MADE, Dataset, Domain, ImageFiles
+from fata.data.dataset import MADE, Dataset, Domain, ImageFiles, View
 from fata.data.errors import DataError
-
-if TYPE_CHECKING:
-    from PIL import Image
-
-View = Callable[["Image.Image"], "Image.Image"]
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".pgm", ".ppm", ".tif", ".tiff")
 _MOST_CLASSES = 100_000

@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 
 from fata.corruptions import BY_NAME, SEVERITIES
-from fata.data.dataset import MADE, Dataset, Domain, ImageSource
+from fata.data.dataset import MADE, Dataset, Domain, ImageSource, View
 from fata.data.errors import DataError
-from fata.data.folders import View, folders_in, found_in, image_files
+from fata.data.folders import folders_in, found_in, image_files
 
 SYNSETS = {  # files of timm
     "imagenet": "imagenet_synsets.txt",

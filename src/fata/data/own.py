@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from fata._imports import imported
-from fata.data.dataset import MADE, Dataset, Domain, digest_of, pixels_of_image
+from fata.data.dataset import MADE, Dataset, Domain, View, digest_of, pixels_of_image
 from fata.data.errors import DataError
-from fata.data.folders import View
 
 _DIGESTED = 64  # images that the fingerprint covers
 
@@ -46,6 +45,8 @@ class OwnImages:
     or in [0, 1], of the size that the model takes.
     """
 
+    on_disk = False
+
     def __init__(self, spec: str, items: Any, view: View) -> None:
         if not (hasattr(items, "__len__") and hasattr(items, "__getitem__") and len(items)):
             raise DataError(
@@ -67,11 +68,19 @@ class OwnImages:
         """Their names, if the data set has them."""
         return getattr(self.items, "classes", ())
 
-    def read(self, index: int) -> Tensor:
-        """One image, (3, H, W), bytes."""
+    def read(self, index: int, view: View | None = None) -> Tensor:
+        """One image, (3, H, W), bytes; through another view, if one is given."""
         image = self._item(index)[0]
         if not isinstance(image, Tensor):
-            return pixels_of_image(image, self.view)
+            return pixels_of_image(image, view or self.view)
+        pixels = self._bytes(index, image)
+        if view is None:
+            return pixels
+        from PIL import Image
+
+        return pixels_of_image(Image.fromarray(pixels.permute(1, 2, 0).numpy()), view)
+
+    def _bytes(self, index: int, image: Tensor) -> Tensor:
         if image.ndim != 3 or len(image) != 3:
             raise DataError(f"{self.name(index)} is {tuple(image.shape)}: expected (3, H, W).")
         if image.dtype == torch.uint8:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
-from fata.data.dataset import Dataset, Domain, ImageFiles, ImageSource
+from fata.data.dataset import Dataset, Domain, ImageSource
 from fata.data.errors import Damaged, DataError
 from fata.data.shared_batches import SharedBatches
 
@@ -141,7 +141,7 @@ def read(
     and have threads: decoders release the GIL.
     """
     threads = 1
-    if not any(isinstance(source, ImageFiles) for source in sources):
+    if not any(source.on_disk for source in sources):
         workers = 0
     if workers is None:
         cores = min(MOST, _cores())

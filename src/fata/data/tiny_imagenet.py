@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fata.data.dataset import MADE, Dataset, ImageFiles, ImageSource, digest_of, pixels_of
+from fata.data.dataset import MADE, Dataset, ImageFiles, ImageSource, View, digest_of, pixels_of
 from fata.data.errors import DataError
-from fata.data.folders import View, folders_in, found_in, image_files
+from fata.data.folders import folders_in, found_in, image_files
 
 CLASSES = 200
 
@@ -27,6 +27,7 @@ CLASSES = 200
 class ImageBlob:
     """Encoded images in memory, one after another, decoded when they are read."""
 
+    on_disk = False
     blob: np.ndarray  # bytes
     ends: np.ndarray  # where each image ends
     labels: Tensor

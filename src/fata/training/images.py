@@ -14,13 +14,15 @@ from PIL import Image
 from torch import Tensor
 
 from fata._text import listed, near
-from fata.data.dataset import Dataset, Domain, ImageFiles
+from fata.data.dataset import Dataset, Domain, ImageFiles, View
 from fata.data.errors import DataError
+from fata.data.own import OwnImages
 from fata.data.serve import intact_rows, raise_if_damaged, read
 from fata.training.recipe import Recipe
 from fata.zoo.preprocess import Preprocess
 
 RATIO = 4 / 3  # of a crop's sides, at most
+Images = ImageFiles | OwnImages  # what can be seen in another way than the model sees it
 
 
 def domains(dataset: Dataset) -> list[str]:
@@ -28,7 +30,7 @@ def domains(dataset: Dataset) -> list[str]:
     return [domain.name for domain in dataset.domains if domain.severity is None]
 
 
-def images_of(dataset: Dataset, domain: str) -> ImageFiles:
+def images_of(dataset: Dataset, domain: str) -> Images:
     """The images to train on."""
     known = domains(dataset)
     if domain not in known:
@@ -37,9 +39,10 @@ def images_of(dataset: Dataset, domain: str) -> ImageFiles:
             f"{listed(known, 20) or 'corruptions alone'}.{near(domain, known)}"
         )
     images = dataset.of(Domain(domain))
-    if not isinstance(images, ImageFiles):
+    if not isinstance(images, Images):
         raise DataError(
-            f"{dataset.spec} is no folder of images: train on office-home:DIR or folder:DIR."
+            f"{dataset.spec} is no folder of images: train on office-home:DIR, folder:DIR, or "
+            f"my_module:loader."
         )
     if len(dataset.classes) < 2:
         raise DataError(f"{dataset.spec} has one class alone: a classifier needs two.")
@@ -53,11 +56,13 @@ class TrainingPlan:
     second the images as the network is tested on them.
     """
 
-    def __init__(self, images: ImageFiles, preprocess: Preprocess, recipe: Recipe) -> None:
+    def __init__(self, images: Images, preprocess: Preprocess, recipe: Recipe) -> None:
         self.labels, self.preprocess = images.labels, preprocess
-        files = (images.folder, images.paths, images.labels, preprocess.view)
-        crop = partial(random_crop, preprocess, recipe.crop)
-        self.sources = [CroppedFiles(*files, crop, recipe.seed), ImageFiles(*files)]
+        views = (
+            partial(_crop, preprocess, recipe, len(images.labels)),
+            partial(_same, preprocess.view),
+        )
+        self.sources = [Viewed(images, view) for view in views]
         generator = torch.Generator().manual_seed(recipe.seed)
         self.learned, self.held = split(self.labels, recipe.held_out, generator)
         parts = (self.learned, self.held)
@@ -71,21 +76,39 @@ class TrainingPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class CroppedFiles(ImageFiles):
-    """Another random crop in each epoch: index e N + i is image i of N in epoch e."""
+class Viewed:
+    """Images as a view shows them: index e N + i is image i of N in epoch e."""
 
-    crop: Callable[[Random, Image.Image], Image.Image]
-    seed: int
+    on_disk = True
+    images: Images
+    view: Callable[[int], View]  # by that index
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of each image."""
+        return self.images.labels
+
+    @property
+    def digest(self) -> str:
+        """Of the images."""
+        return self.images.digest
 
     def read(self, index: int) -> Tensor:
-        """One crop, (3, H, W), bytes."""
-        epoch, one = divmod(index, len(self.paths))
-        view = partial(self.crop, Random(f"{self.seed}/{epoch}/{one}"))
-        return ImageFiles(self.folder, self.paths, self.labels, view).read(one)
+        """One image, (3, H, W), bytes."""
+        return self.images.read(index % len(self.labels), self.view(index))
 
     def name(self, index: int) -> str:
-        """The path of its image."""
-        return super().name(index % len(self.paths))
+        """The image's name, for errors."""
+        return self.images.name(index % len(self.labels))
+
+
+def _same(view: View, _: int) -> View:
+    return view
+
+
+def _crop(preprocess: Preprocess, recipe: Recipe, rows: int, index: int) -> View:
+    epoch, one = divmod(index, rows)
+    return partial(random_crop, preprocess, recipe.crop, Random(f"{recipe.seed}/{epoch}/{one}"))
 
 
 def random_crop(

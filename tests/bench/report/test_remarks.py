@@ -97,6 +97,15 @@ def test_remarks_say_what_to_change(tables):
     assert not cautions(few.records)
 
 
+def test_a_table_without_the_unadapted_model_says_what_it_cannot_see(path, tables):
+    assert not any("add source" in line for line in remarks(tables["mini_resnet_gn"]))
+    store = Store(":memory:")
+    for record in Store(path, read_only=True):
+        if record.protocol["method"] == "tent":
+            store.put(record.key, record.protocol, record.circumstances, record.result)
+    assert all(any("add source" in line for line in remarks(one)) for one in comparisons(store))
+
+
 def test_few_selected_rows_are_told_with_the_fields_to_raise(tables):
     records = [r for r in tables["mini_resnet_bn"].records if r.protocol["method"] == "source"]
     (base,) = records

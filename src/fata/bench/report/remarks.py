@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from fata.bench.marks import FEW, marks, steps
+from fata.bench.marks import FEW, UNADAPTED, marks, steps
 from fata.bench.report.names import labels
 from fata.bench.report.protocol import UNTUNED
 from fata.bench.report.tables import Comparison
@@ -24,7 +24,14 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
     few = [one for one in marked if one not in same]
     short = [(n, r) for n, r in few if r.result["rows"] <= FEW * r.protocol["batch_size"]]
     picky = [one for one in few if one not in short]
-    made = (_short(short), _picky(picky), _unchanged(same), *_rare(named), _untuned(named))
+    made = (
+        _short(short),
+        _picky(picky),
+        _unchanged(same),
+        *_rare(named),
+        _untuned(named),
+        _without_source(comparison.records),
+    )
     return tuple(filter(None, made))
 
 
@@ -74,6 +81,14 @@ def _unchanged(cells: Named) -> str:
     return (
         f"° {_names(cells)}: every prediction is the unadapted model's: raise the learning rate "
         f"(fata tune finds one), or give more images"
+    )
+
+
+def _without_source(records: Iterable[Record]) -> str:
+    if any(record.protocol["method"] in UNADAPTED for record in records):
+        return ""
+    return (
+        "add source to --methods: without it, predictions that learning left as they were go unseen"
     )
 
 

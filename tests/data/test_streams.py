@@ -157,6 +157,38 @@ def test_correlated_comes_in_bursts():
     assert purity(of("correlated")) == pure[0.1]
 
 
+def test_long_shows_every_image_before_the_first_comes_again():
+    stream = of("long", length=5000)
+    for segment in segments(stream):
+        assert len(segment) == 5000
+        rounds = [segment[:2000], segment[2000:4000]]
+        assert all(each_once(one) for one in rounds)
+        assert rounds[0] != rounds[1]
+        assert len(set(segment[4000:])) == 1000
+    assert stream.resets == (True, True)
+
+
+def test_few_classes_are_all_there_is_and_others_follow():
+    stream = of("few-classes", classes=3)
+    labels = stream.labels.view(2, 2000)
+    assert [len(row.unique()) for row in labels] == [3, 3]
+    assert all(row.bincount().amax() < 800 for row in labels)
+    changing = of("few-classes", classes=2, every=500).labels.view(8, 500)
+    assert all(len(part.unique()) == 2 for part in changing)
+    assert len({tuple(part.unique().tolist()) for part in changing}) > 2
+    assert of("few-classes", classes=3, seed=1).labels.unique().tolist() != labels.unique().tolist()
+
+
+@pytest.mark.parametrize("share", [0.35, 0.9, 1.0])
+def test_skewed_has_one_class_as_often_as_asked(share):
+    labels = of("skewed", share=share).labels.view(2, 2000)
+    for row in labels:
+        counts = row.bincount(minlength=10).sort(descending=True).values
+        assert counts[0] == round(2000 * share)
+        assert counts[1:].max() - counts[1:].min() <= 40
+        assert abs((row[:1000] == row.mode().values).float().mean() - share) < 0.05
+
+
 # --- the order -----------------------------------------------------------------------------------
 
 
@@ -193,7 +225,10 @@ def test_a_domain_comes_in_its_order_whoever_else_comes():
     assert order(alone) == segments(of())[1]
 
 
-@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s != "label-shift"])
+BY_CLASS = ("label-shift", "few-classes", "skewed")  # which images they show depends on the seed
+
+
+@pytest.mark.parametrize("scenario", [s for s in SCENARIOS if s not in BY_CLASS])
 def test_some_images_are_the_same_for_every_seed_and_corruption(scenario):
     chosen = [
         {index for _, index in segment}
@@ -221,6 +256,10 @@ def test_more_images_than_there_are():
         ("recurring", {"rounds": 1.5}, "rounds=1.5.*whole number"),
         ("correlated", {"concentration": 0.0}, "concentration=0.0.*at least 0.01"),
         ("correlated", {"concentration": float("nan")}, "concentration=nan"),
+        ("long", {"length": 0}, "length=0.*at least 1"),
+        ("few-classes", {"classes": 11}, "classes=11.*there are 10"),
+        ("few-classes", {"every": 0}, "every=0.*at least 1"),
+        ("skewed", {"share": 0}, "share=0.*above 0"),
         ("gradual", {"domains": ["fog", "clean"]}, "'clean' of embedded has no severities"),
         ("normal", {"severity": 6}, "'fog' at severity 6: it has 1, 2, 3, 4, 5"),
         ("normal", {"domains": ["fogg"]}, "has no 'fogg'.*Did you mean 'fog'"),

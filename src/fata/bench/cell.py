@@ -27,7 +27,6 @@ from fata.guard.policy import Guard
 from fata.methods import describe, parse
 from fata.zoo import Loaded
 
-RESETTING = ("normal", "bs1", "label-shift", "correlated")  # each domain is a cell of its own
 FISHER_IMAGES = 2000  # as in EATA
 
 

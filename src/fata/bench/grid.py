@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from fata._text import near
-from fata.bench.cell import RESETTING, Cell
+from fata.bench.cell import Cell
 from fata.data import Dataset
-from fata.data.scenarios import SCENARIOS
+from fata.data.scenarios import RESETTING, SCENARIOS
 from fata.engine.build import SPEEDS
 from fata.engine.rates import check_rate
 from fata.methods import SPECS, parse

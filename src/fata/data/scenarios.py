@@ -128,8 +128,7 @@ def gradual(sampler: DomainSampler) -> Iterator[Segment]:
 
 def recurring(sampler: DomainSampler, *, rounds: int = 10) -> Iterator[Segment]:
     """The sequence several times without a reset, each time in another order."""
-    if not isinstance(rounds, int) or rounds < 1:
-        raise DataError(f"recurring(rounds={rounds!r}): must be a whole number, at least 1.")
+    _whole("recurring", "rounds", rounds)
     for turn in range(rounds):
         for place, domain in enumerate(sampler.domains):
             index = sampler.shuffled(domain, f"round {turn}")
@@ -162,6 +161,61 @@ def correlated(sampler: DomainSampler, *, concentration: float = 0.1) -> Iterato
         yield Segment.of(domain, index, reset=True)
 
 
+def long(sampler: DomainSampler, *, length: int = 50_000) -> Iterator[Segment]:
+    """As normal, but the images come again, each time in another order, up to a length."""
+    _whole("long", "length", length)
+    for domain in sampler.domains:
+        rng = sampler.generator(domain, "long")
+        yield Segment.of(domain, _again(rng, sampler.members(domain), length), reset=True)
+
+
+def few_classes(
+    sampler: DomainSampler, *, classes: int = 4, every: int | None = None
+) -> Iterator[Segment]:
+    """As normal, but of some classes alone; others come in their place `every` so many images."""
+    _whole("few-classes", "classes", classes)
+    for domain in sampler.domains:
+        labels, rng = sampler.labels(domain), sampler.generator(domain, "few-classes")
+        if classes > labels.max() + 1:
+            raise DataError(f"few-classes(classes={classes}): there are {labels.max() + 1}.")
+        every = _whole("few-classes", "every", len(labels) if every is None else every)
+        parts = []
+        for start in range(0, len(labels), every):
+            shown = rng.permutation(labels.max() + 1)[:classes]
+            pool = sampler.members(domain)[np.isin(labels, shown)]
+            parts.append(_again(rng, pool, min(every, len(labels) - start)))
+        yield Segment.of(domain, np.concatenate(parts), reset=True)
+
+
+def skewed(sampler: DomainSampler, *, share: float = 0.5) -> Iterator[Segment]:
+    """As normal, but one class has a share of the images, and the others the rest."""
+    if not 0 < share <= 1:
+        raise DataError(f"skewed(share={share!r}): must be above 0 and at most 1.")
+    for domain in sampler.domains:
+        labels, rng = sampler.labels(domain), sampler.generator(domain, "skewed")
+        often = labels == rng.permutation(labels.max() + 1)[0]
+        count, members = round(share * len(labels)), sampler.members(domain)
+        parts = (
+            _again(rng, members[often], count),
+            _again(rng, members[~often], len(labels) - count),
+        )
+        yield Segment.of(domain, rng.permutation(np.concatenate(parts)), reset=True)
+
+
+def _again(rng: np.random.RandomState, pool: np.ndarray, length: int) -> np.ndarray:
+    """Images of a pool in random order, all of them before the first comes again."""
+    if not len(pool):
+        return pool[:0]
+    rounds = [rng.permutation(pool) for _ in range(-(-length // len(pool)))]
+    return np.concatenate([pool[:0], *rounds])[:length]
+
+
+def _whole(scenario: str, name: str, value: int) -> int:
+    if not isinstance(value, int) or value < 1:
+        raise DataError(f"{scenario}({name}={value!r}): must be a whole number, at least 1.")
+    return value
+
+
 SCENARIOS: dict[str, Callable[..., Iterator[Segment]]] = {
     "normal": normal,
     "bs1": normal,
@@ -171,7 +225,11 @@ SCENARIOS: dict[str, Callable[..., Iterator[Segment]]] = {
     "gradual": gradual,
     "recurring": recurring,
     "correlated": correlated,
+    "long": long,
+    "few-classes": few_classes,
+    "skewed": skewed,
 }
+RESETTING = ("normal", "bs1", "label-shift", "correlated", "long", "few-classes", "skewed")
 
 
 def _generator(labels: Tensor, key: str) -> np.random.RandomState:

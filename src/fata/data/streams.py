@@ -137,7 +137,8 @@ def stream(
     Args:
         dataset: from `fata.data.open`.
         scenario: `normal` (shuffled, reset at each domain), `bs1` (the same, batches of 1),
-            `label-shift`, `mixed`, `continual`, `gradual`, `recurring` or `correlated`.
+            `label-shift`, `mixed`, `continual`, `gradual`, `recurring`, `correlated`, `long`,
+            `few-classes` or `skewed`.
         domains: names of corruptions or folders, in order; None: the benchmark's 15, or all.
         severity: of the corruptions; for `gradual` the highest.
         batch_size: None: 64, and 1 for `bs1`.

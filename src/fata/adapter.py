@@ -197,7 +197,7 @@ class Adapter(Stateful):
     @property
     def trainable(self) -> list[str]:
         """Names of the parameters that adapt."""
-        return list(self._live().theta.names)
+        return list(self._live().theta.model_names)
 
     @property
     def adapted(self) -> list[str]:
@@ -296,6 +296,7 @@ class Adapter(Stateful):
                     "or False to mean it."
                 )
             engine.theta.write(engine.prediction_weights)
+            engine.shift()
             self._give_back()
             if batch_statistics and engine.network.statistics:
                 engine.network.statistics.forget_running()

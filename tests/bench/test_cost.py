@@ -162,10 +162,10 @@ def test_effective_is_what_torch_counts(net, spec, monkeypatch):
 
     spent = effective(of_one_batch(adapter, counted), whole, tail)
     assert spent.total == counter.get_total_flops() / 2
-    assert (spent.backward > 0) == (spec not in ("source", "norm"))
+    assert (spent.backward > 0) == (spec not in ("source", "norm", "neo"))
 
 
-@pytest.mark.parametrize("spec", ["source", "norm", "tent", "tent+fata", "cotta", "memo"])
+@pytest.mark.parametrize("spec", ["source", "norm", "neo", "tent", "tent+fata", "cotta", "memo"])
 def test_rows_of_methods_that_select_nothing_or_all(spec):
     adapter = one_share("resnet_gn", spec, 0.25)
     found = {n: count / len(IMAGES) for n, count in of_one_batch(adapter).items()}
@@ -213,6 +213,7 @@ def test_the_state_is_what_a_file_would_hold():
     assert sizes["tent"] == sizes["deyo"] == 2 * 4 * norms["truncated"]
     assert sizes["sar"] == sizes["tent"] + 4  # a mean entropy
     assert sizes["eata"] == 2 * 4 * norms["all"] + 4 * 10 + 1  # a mean prediction, and whether
+    assert sizes["neo"] == 4 * 32 + 8  # a mean feature, and of how many
     assert sizes["cotta"] == 3 * 4 * every  # student, momentum, teacher
     for host in ("tent", "eata", "sar", "deyo"):
         assert sizes[f"{host}+fata"] == sizes[host] + 4 * 24  # a moving average by channel

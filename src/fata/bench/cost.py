@@ -7,8 +7,8 @@ counts forward passes alone, as if every row were selected.
 Ours are the forward and backward passes of the engine. A gradient of a layer's input or of its
 weights costs as much as the layer's forward pass. Frozen weights need none, nor do layers before
 the first adapted parameter. So a backward pass costs about F if normalisation layers adapt, and 2 F
-if all weights do. Not counted: the optimizer, views and noise, Fisher information, and the pass in
-which FATA's tap learns the order of the modules.
+if all weights do. Not counted: the optimizer, views and noise, Fisher information, products with
+the classifier alone, and the pass in which FATA's tap learns the order of the modules.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata": (1, 0),
     "sar": (2, 0),
     "deyo": (2, 0),
+    "neo": (1, 0),
     "cotta": (35, 0),
     "memo": (64, 0),
     "fata": (1, 1),
@@ -45,6 +46,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata+fata": (1, 1),
     "sar+fata": (3, 3),
     "deyo+fata": (2, 1),
+    "neo+fata": (1, 1),
 }
 
 

@@ -18,6 +18,8 @@ from fata.engine.rates import check_rate, is_transformer_like, rate
 from fata.guard.policy import Guard
 from fata.methods.base import Method
 from fata.methods.fata import Fata
+from fata.methods.feature import FeatureMethod
+from fata.network.head import Head
 from fata.network.parameters import Params, Theta, choose
 
 SPEEDS = {"exact": Direct, "fast": Fast}
@@ -46,8 +48,9 @@ def build(
     arguments.check_group(group, speed)
     params = method.params if params is None else arguments.renamed(params)
     params = "norm-truncated" if params is None and plus else params
-    theta = Theta(choose(model, params) if params is not None else {})
     vit, watch = is_transformer_like(model), arguments.guard_of(guard)
+    named = choose(model, params) if params is not None else {}
+    theta = Theta(named, _modules(model, method), method.modules_rate(vit))
 
     def learning_rate(rows: int) -> float:
         if lr is None or isinstance(lr, str):
@@ -72,3 +75,14 @@ def build(
             settings.restore(engine)
             raise
     return engine
+
+
+def _modules(model: nn.Module, method: Method) -> dict[str, nn.Parameter]:
+    """What a method learns beside the network."""
+    if not isinstance(method, FeatureMethod):
+        return {}
+    head = Head(model, method.head)
+    weight = head.weight
+    head.remove()
+    modules = method.modules(weight.shape[1])
+    return {name: nn.Parameter(tensor.to(weight)) for name, tensor in modules.items()}

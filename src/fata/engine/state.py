@@ -57,6 +57,7 @@ class Pass:
     logits: Tensor
     augmented: Callable[[], Tensor] | None = None
     perturb: Perturb | None = None
+    features: Sequence[Tensor] = ()  # the penultimate one, for a method that needs it, or none
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,12 @@ class Terms:
     host: Selection
     plus: Selection
     mean_probs: Sequence[Tensor] = ()  # one where a term is balanced over the classes, or none
+    views: Sequence[Tensor] = ()  # augmented images, if the host has views, or none
 
     def at(self, index: Tensor) -> Terms:
         """The same, of the rows `index` only."""
         batch, host, plus = self.batch.at(index), self.host.at(index), self.plus.at(index)
-        return Terms(batch, host, plus, self.mean_probs)
+        return Terms(batch, host, plus, self.mean_probs, [view[index] for view in self.views])
 
     def among(self, rows: Tensor) -> Terms:
         """What is selected here and also true in `rows`."""
@@ -86,6 +88,7 @@ class Given(NamedTuple):
     host: Memory
     plus: Memory
     classes: Memory
+    views: Sequence[Tensor] = ()  # augmented images, or nothing
 
 
 class Rows(NamedTuple):
@@ -100,7 +103,7 @@ class Moving(NamedTuple):
 
     theta: Tensor
     velocity: Tensor
-    lr: Tensor
+    lr: Tensor  # one for all, or one for each
 
 
 class Moved(NamedTuple):

@@ -15,6 +15,7 @@ from fata.methods.eata import Eata
 from fata.methods.external import external
 from fata.methods.fata import Fata
 from fata.methods.memo import Memo
+from fata.methods.neo import Neo
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
 from fata.methods.tent import Tent
@@ -27,6 +28,7 @@ __all__ = [
     "Deyo",
     "Eata",
     "Memo",
+    "Neo",
     "Norm",
     "Sar",
     "Source",
@@ -37,9 +39,9 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Source, Norm, Tent, Eata, Sar, Deyo, Cotta, Memo)
+    method.name: method for method in (Source, Norm, Tent, Eata, Sar, Deyo, Neo, Cotta, Memo)
 }
-HOSTS = ("tent", "eata", "sar", "deyo")  # those that FATA adds to
+HOSTS = ("tent", "eata", "sar", "deyo", "neo")  # those that FATA adds to
 SPECS = (*METHODS, "fata", *(f"{host}+fata" for host in HOSTS))
 
 

@@ -13,21 +13,24 @@ TRACES = sorted((Path(__file__).parent / "golden/hosts").glob("*.safetensors"))
 # As the traces call it, and a method.
 MEMORY = {"probs": "mean_probs", "ema": "entropy", "mean": "mean", "count": "count"}
 HOSTS = {"come_tent": "tent", "come_eata": "eata", "come_sar": "sar"}
-HOSTS |= {"neo": "neo", "neo_cont": "neo"}
+HOSTS |= {"neo": "neo", "neo_cont": "neo", "nctta": "nctta"}
+FIELDS = {"d_margin": "redundancy", "mix_prob_weight": "mix", "scale": "alignment"}
+SAME = ("alpha", "top_k", "nu", "eta")
+LIMITS = {"e_margin": "threshold", "margin_e0": "threshold"}
+LIMITS |= {"thre_ent": "threshold", "margin_ent": "scale"}
 
 
 def fields_of(meta):
     """The trace's settings as fields of the host."""
     limit, label = math.log(meta["classes"]), meta["label"]
-    fields = {"redundancy": meta.get("d_margin"), "alpha": meta.get("alpha")}
+    fields = {name: meta[name] for name in SAME if name in meta}
+    fields |= {ours: meta[name] for name, ours in FIELDS.items() if name in meta}
+    fields |= {ours: meta[name] / limit for name, ours in LIMITS.items() if name in meta}
     if label.startswith("come"):
         fields["entropy"] = "come"
     if label == "come_eata":
         fields["fisher_alpha"] = meta.get("fisher_beta", 0)
-    for name in ("e_margin", "margin_e0"):
-        if name in meta:
-            fields["threshold"] = meta[name] / limit
-    return {name: value for name, value in fields.items() if value is not None}
+    return fields
 
 
 def adapter_of(meta, tensors, speed):
@@ -49,7 +52,7 @@ def adapter_of(meta, tensors, speed):
 
 
 def test_all_traces_are_here():
-    assert len(TRACES) == 21
+    assert len(TRACES) == 25
 
 
 @pytest.mark.parametrize("speed", ["exact", "fast"])

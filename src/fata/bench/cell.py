@@ -22,7 +22,7 @@ from fata.data import Dataset, Stream, stream
 from fata.data.dataset import data_name
 from fata.data.scenarios import default_batch
 from fata.engine.fisher import FisherData
-from fata.engine.rates import is_transformer_like, rate
+from fata.engine.rates import is_transformer_like, own_rate, rate
 from fata.guard.policy import Guard
 from fata.methods import describe, parse
 from fata.zoo import Loaded
@@ -101,7 +101,7 @@ class Cell:
             return Rate(None, "")
         if not isinstance(lr, str):
             return Rate(float(lr), "given" if "lr" in self.fields else "tuned")
-        own = method.fixed_rate(vit) is not None
+        own = own_rate(method, vit, self._rows) is not None
         return Rate(rate(lr, method, vit, self._rows), "method" if own else lr)
 
     def stream(self, dataset: Dataset) -> Stream:

@@ -38,6 +38,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata": (1, 0),
     "sar": (2, 0),
     "deyo": (2, 0),
+    "nctta": (1, 0),
     "neo": (1, 0),
     "cotta": (35, 0),
     "memo": (64, 0),
@@ -46,6 +47,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata+fata": (1, 1),
     "sar+fata": (3, 3),
     "deyo+fata": (2, 1),
+    "nctta+fata": (1, 1),
     "neo+fata": (1, 1),
 }
 

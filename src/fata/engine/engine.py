@@ -352,8 +352,9 @@ class Engine:
 
     def _batch(self, images: Tensor, logits: Tensor, features: Sequence[Tensor] = ()) -> Batch:
         """A batch as a method sees it."""
-        seed, head = self._seed("host"), self.network.head
-        return Batch(images, logits, self.predict, seed, self.group, features, head)
+        seed, group = self._seed("host"), self.group
+        head, real = self.network.head, group.real
+        return Batch(images, logits, self.predict, seed, group, features, head, real)
 
     # -- where it is --------------------------------------------------------------------------
 

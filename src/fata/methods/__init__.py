@@ -15,6 +15,7 @@ from fata.methods.eata import Eata
 from fata.methods.external import external
 from fata.methods.fata import Fata
 from fata.methods.memo import Memo
+from fata.methods.nctta import Nctta
 from fata.methods.neo import Neo
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
@@ -28,6 +29,7 @@ __all__ = [
     "Deyo",
     "Eata",
     "Memo",
+    "Nctta",
     "Neo",
     "Norm",
     "Sar",
@@ -39,9 +41,9 @@ __all__ = [
 ]
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Source, Norm, Tent, Eata, Sar, Deyo, Neo, Cotta, Memo)
+    method.name: method for method in (Source, Norm, Tent, Eata, Sar, Deyo, Nctta, Neo, Cotta, Memo)
 }
-HOSTS = ("tent", "eata", "sar", "deyo", "neo")  # those that FATA adds to
+HOSTS = ("tent", "eata", "sar", "deyo", "nctta", "neo")  # those that FATA adds to
 SPECS = (*METHODS, "fata", *(f"{host}+fata" for host in HOSTS))
 
 

@@ -38,6 +38,7 @@ class Batch:
     group: Ranks = SINGLE  # who has the batch's other rows
     features: Sequence[Tensor] = ()  # z, (B, D), for a method of the penultimate feature
     head: Head | None = None  # which z goes through, likewise
+    real: bool = True  # false for the stand-in of a rank without rows
 
     @property
     def classes(self) -> int:
@@ -58,7 +59,7 @@ class Batch:
     def finite(self) -> Tensor:
         """Rows whose logits are all finite, or -inf for a class that is left out."""
         finite = self.entropy.isfinite()
-        return finite if self.group.real else torch.zeros_like(finite)
+        return finite if self.real else torch.zeros_like(finite)
 
     @cached_property
     def pseudo_label(self) -> Tensor:

@@ -148,7 +148,9 @@ def selection_is_pure(case: Case) -> None:
     _run(adapter, case.stream())
     engine = adapter._live()
     batch = images(16, seed=8)
-    seen = engine._batch(batch, engine.predict(batch))
+    with torch.no_grad():
+        here = engine.network.featured(batch)
+    seen = engine._batch(batch, here.logits, here.features)
     memory = {name: tensor.clone() for name, tensor in engine.state.host.items()}
     logits = seen.logits.clone()
     first, second = (case.method.select(seen, engine.state.host) for _ in range(2))

@@ -677,7 +677,11 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
     ("spec", "fields", "message"),
     [
         ("deyo+fato", {}, r"unknown method 'deyo\+fato': choose .* Did you mean 'deyo\+fata'"),
-        ("cotta+fata", {}, r"a host from tent, eata, sar, deyo, nctta, neo followed by '\+fata'"),
+        (
+            "cotta+fata",
+            {},
+            r"a host from tent, eata, sar, deyo, zerosiam, nctta, neo followed by '\+fata'",
+        ),
         (
             "eata",
             {"treshold": 1},

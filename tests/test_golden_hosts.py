@@ -13,7 +13,7 @@ TRACES = sorted((Path(__file__).parent / "golden/hosts").glob("*.safetensors"))
 # As the traces call it, and a method.
 MEMORY = {"probs": "mean_probs", "ema": "entropy", "mean": "mean", "count": "count"}
 HOSTS = {"come_tent": "tent", "come_eata": "eata", "come_sar": "sar"}
-HOSTS |= {"neo": "neo", "neo_cont": "neo", "nctta": "nctta"}
+HOSTS |= {"neo": "neo", "neo_cont": "neo", "nctta": "nctta", "zerosiam": "zerosiam"}
 FIELDS = {"d_margin": "redundancy", "mix_prob_weight": "mix", "scale": "alignment"}
 SAME = ("alpha", "top_k", "nu", "eta")
 LIMITS = {"e_margin": "threshold", "margin_e0": "threshold"}
@@ -30,6 +30,10 @@ def fields_of(meta):
         fields["entropy"] = "come"
     if label == "come_eata":
         fields["fisher_alpha"] = meta.get("fisher_beta", 0)
+    if label == "zerosiam":
+        rates = meta["optimizer"]
+        fields["alignment"] = meta["alignment_weight"]
+        fields["predictor_rate"] = rates["lr_predictor"] / rates["lr"]
     return fields
 
 
@@ -40,7 +44,7 @@ def adapter_of(meta, tensors, speed):
         model,
         HOSTS[meta["label"]],
         lr=(meta["optimizer"] or {}).get("lr"),
-        params=SETS.get(meta["params"]),
+        params=SETS.get(meta["params"].removesuffix("+predictor")),
         fisher_data=tensors.get("fisher_x") if meta.get("fisher_beta") else None,
         guard=None,
         speed=speed,
@@ -52,7 +56,7 @@ def adapter_of(meta, tensors, speed):
 
 
 def test_all_traces_are_here():
-    assert len(TRACES) == 25
+    assert len(TRACES) == 29
 
 
 @pytest.mark.parametrize("speed", ["exact", "fast"])
@@ -67,5 +71,7 @@ def test_trace(path, share, speed):
     if "alpha" in meta:  # the recorded code does not count then; ours does, for `warmup`
         del memory["count"]
     for name, expected in memory.items():
-        found = engine.state.host[MEMORY[name]]
+        state, theta = engine.state, engine.theta
+        learned = dict(zip(theta.names, theta.split(state.theta), strict=True))
+        found = learned.get(f"beside:{name}") if name == "predictor" else state.host[MEMORY[name]]
         torch.testing.assert_close(found, expected.reshape(found.shape), **CLOSE, check_dtype=False)

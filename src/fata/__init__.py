@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from fata.engine.checkpoint import StateError
     from fata.fleet import Fleet, StreamBusyError
     from fata.guard.policy import Guard
-    from fata.methods import Cotta, Deyo, Eata, Memo, Nctta, Neo, Norm, Sar, Source, Tent
+    from fata.methods import Cotta, Deyo, Eata, Memo, Nctta, Neo, Norm, Sar, Source, Tent, Zerosiam
     from fata.methods.base import Batch, Memory, Method
     from fata.methods.fata import Fata
     from fata.methods.selection import Selection
@@ -44,6 +44,7 @@ __all__ = [
     "StreamBusyError",
     "Tent",
     "Window",
+    "Zerosiam",
     "adapt",
     "callbacks",
     "corrupt",
@@ -63,7 +64,19 @@ _FROM = {
     "data.streams": ("stream",),
     "distributed.group": ("GroupError",),
     "guard.policy": ("Guard",),
-    "methods": ("Cotta", "Deyo", "Eata", "Memo", "Nctta", "Neo", "Norm", "Sar", "Source", "Tent"),
+    "methods": (
+        "Cotta",
+        "Deyo",
+        "Eata",
+        "Memo",
+        "Nctta",
+        "Neo",
+        "Norm",
+        "Sar",
+        "Source",
+        "Tent",
+        "Zerosiam",
+    ),
     "methods.base": ("Batch", "Memory", "Method"),
     "methods.fata": ("Fata",),
     "methods.selection": ("Selection",),

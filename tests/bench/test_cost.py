@@ -20,6 +20,7 @@ from fata.methods.losses import entropy
 
 IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 SELECTIVE = ("eata", "sar", "deyo", "nctta", "fata")
+ALL_OR_NOTHING = ("source", "norm", "neo", "tent", "zerosiam", "tent+fata", "cotta", "memo")
 SELECTIVE += ("eata+fata", "sar+fata", "deyo+fata", "nctta+fata")
 
 
@@ -168,7 +169,7 @@ def test_effective_is_what_torch_counts(net, spec, monkeypatch):
     assert (spent.backward > 0) == (spec not in ("source", "norm", "neo"))
 
 
-@pytest.mark.parametrize("spec", ["source", "norm", "neo", "tent", "tent+fata", "cotta", "memo"])
+@pytest.mark.parametrize("spec", ALL_OR_NOTHING)
 def test_rows_of_methods_that_select_nothing_or_all(spec):
     adapter = one_share("resnet_gn", spec, 0.25)
     found = {n: count / len(IMAGES) for n, count in of_one_batch(adapter).items()}

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fata.adapter import Adapter, adapt
 from fata.engine.step import DENSE
-from fata.methods import Cotta, Deyo, Memo, Tent, parse
+from fata.methods import Cotta, Deyo, Memo, Tent, Zerosiam, parse
 from fata.network.logits import logits_of
 from fata.network.norms import batch_norms, norm_layers
 from fata.network.tap import Tap
@@ -38,6 +38,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata": (1, 0),
     "sar": (2, 0),
     "deyo": (2, 0),
+    "zerosiam": (1, 0),
     "nctta": (1, 0),
     "neo": (1, 0),
     "cotta": (35, 0),
@@ -47,6 +48,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata+fata": (1, 1),
     "sar+fata": (3, 3),
     "deyo+fata": (2, 1),
+    "zerosiam+fata": (1, 1),
     "nctta+fata": (1, 1),
     "neo+fata": (1, 1),
 }
@@ -127,7 +129,7 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
     Args:
         spec: the method.
         share: of the rows that each term selects, the same ones; DeYO passes these twice. TENT
-            selects all. CoTTA is counted with its views, as in the paper.
+            and ZeroSiam select all. CoTTA is counted with its views, as in the paper.
         coupled: the network has BatchNorm.
     """
     if not 0 <= share <= 1:
@@ -139,7 +141,7 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
         return _rows(method.views + 1, 0, method.views)
     if method.params is None and plus is None:
         return _rows(1, 0, 0)
-    if isinstance(method, Tent):
+    if isinstance(method, Tent | Zerosiam):
         share = 1.0
     dense = coupled or share >= DENSE
     first = math.ceil(share) if dense else share  # rows with a gradient in the first pass

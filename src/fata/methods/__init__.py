@@ -20,6 +20,7 @@ from fata.methods.neo import Neo
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
 from fata.methods.tent import Tent
+from fata.methods.zerosiam import Zerosiam
 
 __all__ = [
     "HOSTS",
@@ -35,15 +36,17 @@ __all__ = [
     "Sar",
     "Source",
     "Tent",
+    "Zerosiam",
     "describe",
     "parse",
     "spec_of",
 ]
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Source, Norm, Tent, Eata, Sar, Deyo, Nctta, Neo, Cotta, Memo)
+    method.name: method
+    for method in (Source, Norm, Tent, Eata, Sar, Deyo, Zerosiam, Nctta, Neo, Cotta, Memo)
 }
-HOSTS = ("tent", "eata", "sar", "deyo", "nctta", "neo")  # those that FATA adds to
+HOSTS = ("tent", "eata", "sar", "deyo", "zerosiam", "nctta", "neo")  # those that FATA adds to
 SPECS = (*METHODS, "fata", *(f"{host}+fata" for host in HOSTS))
 
 

@@ -680,7 +680,7 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
         (
             "cotta+fata",
             {},
-            r"a host from tent, eata, sar, deyo, zerosiam, nctta, neo followed by '\+fata'",
+            r"a host from tent, eata, sar, deyo, roid, zerosiam, nctta, neo followed by '\+fata'",
         ),
         (
             "eata",

@@ -12,16 +12,19 @@ import fata
 TRACES = sorted((Path(__file__).parent / "golden/hosts").glob("*.safetensors"))
 # As the traces call it, and a method.
 MEMORY = {"probs": "mean_probs", "ema": "entropy", "mean": "mean", "count": "count"}
+MEMORY |= {"class_probs": "class_probs"}
 HOSTS = {"come_tent": "tent", "come_eata": "eata", "come_sar": "sar"}
 HOSTS |= {"neo": "neo", "neo_cont": "neo", "nctta": "nctta", "zerosiam": "zerosiam"}
+HOSTS |= {"roid": "roid", "roid_nocorr": "roid", "roid_window": "roid"}
 FIELDS = {"d_margin": "redundancy", "mix_prob_weight": "mix", "scale": "alignment"}
-SAME = ("alpha", "top_k", "nu", "eta")
+FIELDS |= {"momentum_probs": "decay"}
+SAME = ("alpha", "top_k", "nu", "eta", "temperature", "batch_size")
 LIMITS = {"e_margin": "threshold", "margin_e0": "threshold"}
 LIMITS |= {"thre_ent": "threshold", "margin_ent": "scale"}
 
 
-def fields_of(meta):
-    """The trace's settings as fields of the host."""
+def fields_of(meta, tensors, step):
+    """The trace's settings as fields of the host, with its views in place of random ones."""
     limit, label = math.log(meta["classes"]), meta["label"]
     fields = {name: meta[name] for name in SAME if name in meta}
     fields |= {ours: meta[name] for name, ours in FIELDS.items() if name in meta}
@@ -34,10 +37,17 @@ def fields_of(meta):
         rates = meta["optimizer"]
         fields["alignment"] = meta["alignment_weight"]
         fields["predictor_rate"] = rates["lr_predictor"] / rates["lr"]
+    if label.startswith("roid"):
+        assert (meta["slr_clip"], meta["slr_eps"], meta["sce_alpha"]) == (0.99, 1e-5, 0.5)
+        fields["source_share"] = 1 - meta["momentum_src"]
+        fields["correction"] = "multiply" if meta["prior_correction"] else None
+        fields["augment"] = lambda images: images.index_copy(
+            0, tensors[f"rows.{step[0]}"], tensors[f"view.{step[0]}"]
+        )  # the other rows have no part in the step
     return fields
 
 
-def adapter_of(meta, tensors, speed):
+def adapter_of(meta, tensors, step, speed):
     model = fata.tiny.build(meta["model"], meta["classes"])
     model.load_state_dict(prefixed(tensors, "model."))
     adapter = fata.adapt(
@@ -48,7 +58,7 @@ def adapter_of(meta, tensors, speed):
         fisher_data=tensors.get("fisher_x") if meta.get("fisher_beta") else None,
         guard=None,
         speed=speed,
-        **fields_of(meta),
+        **fields_of(meta, tensors, step),
     )
     if speed == "fast":
         adapter._engine.execution._captures = True  # the functions of a GPU, here not captured
@@ -56,7 +66,7 @@ def adapter_of(meta, tensors, speed):
 
 
 def test_all_traces_are_here():
-    assert len(TRACES) == 29
+    assert len(TRACES) == 37
 
 
 @pytest.mark.parametrize("speed", ["exact", "fast"])
@@ -64,9 +74,11 @@ def test_all_traces_are_here():
 @pytest.mark.parametrize("path", TRACES, ids=lambda path: path.stem)
 def test_trace(path, share, speed):
     meta, tensors = read(path)
-    adapter = adapter_of(meta, tensors, speed)
+    step = [0]
+    adapter = adapter_of(meta, tensors, step, speed)
     engine = adapter._engine  # which the adapter gives up at the end
-    replay(adapter, tensors, share)
+    window = fata.Window(adapter, meta["window"]) if meta.get("window", 1) > 1 else None
+    replay(adapter, tensors, share, step, window)
     memory = prefixed(tensors, "memory.")
     if "alpha" in meta:  # the recorded code does not count then; ours does, for `warmup`
         del memory["count"]

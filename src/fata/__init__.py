@@ -12,7 +12,20 @@ if TYPE_CHECKING:
     from fata.engine.checkpoint import StateError
     from fata.fleet import Fleet, StreamBusyError
     from fata.guard.policy import Guard
-    from fata.methods import Cotta, Deyo, Eata, Memo, Nctta, Neo, Norm, Sar, Source, Tent, Zerosiam
+    from fata.methods import (
+        Cotta,
+        Deyo,
+        Eata,
+        Memo,
+        Nctta,
+        Neo,
+        Norm,
+        Roid,
+        Sar,
+        Source,
+        Tent,
+        Zerosiam,
+    )
     from fata.methods.base import Batch, Memory, Method
     from fata.methods.fata import Fata
     from fata.methods.selection import Selection
@@ -37,6 +50,7 @@ __all__ = [
     "Nctta",
     "Neo",
     "Norm",
+    "Roid",
     "Sar",
     "Selection",
     "Source",
@@ -72,6 +86,7 @@ _FROM = {
         "Nctta",
         "Neo",
         "Norm",
+        "Roid",
         "Sar",
         "Source",
         "Tent",

@@ -48,6 +48,7 @@ def one_share(net, spec, share, guard=None):
         "sar": {"threshold": threshold, "rho": 0.0, "recovery": 0.0},
         "deyo": {"threshold": threshold, "plpd_threshold": -1.0},
         "nctta": {"threshold": threshold},
+        "roid": {"augment": lambda images: images},
         "memo": {"views": 2, "augment": lambda image, views: image.expand(views, -1, -1, -1)},
         "cotta": {"views": 2, "threshold": 1.0, "augment": lambda images: images},
     }.get(spec.partition("+")[0], {})
@@ -179,6 +180,19 @@ def test_rows_of_methods_that_select_nothing_or_all(spec):
     if spec == "memo":  # 2 views here, 64 there
         full = {name: count and count - 62 for name, count in full.items()}
     assert found == full
+
+
+@pytest.mark.parametrize("spec", ["roid", "roid+fata"])
+@pytest.mark.parametrize("net", ["resnet_bn", "resnet_gn"])
+def test_rows_of_views_are_those_the_engine_counts(net, spec, monkeypatch):
+    """Of the selected rows alone, without BatchNorm, as many as they are."""
+    adapter = one_share(net, spec, 1.0)
+    adapter._live().state.share = 0.0
+    monkeypatch.setattr(cost, "DENSE", 2.0)
+    found = of_one_batch(adapter)
+    share = torch.stack([*adapter.selected.values()]).any(0).float().mean().item()
+    expected = rows(spec, share, coupled=net == "resnet_bn")
+    assert {name: count / len(IMAGES) for name, count in found.items()} == expected
 
 
 @pytest.mark.parametrize("coupled", [False, True])

@@ -32,7 +32,10 @@ def test_loss_by_hand():
     method = fata.Zerosiam(alignment=0.5)
     found = method.row_loss(Outputs(logits, [z], head, {"predictor": square}))
     t = model.fc(z).detach()
-    n = torch.stack([model.fc.weight.detach() @ (square @ row) for row in z]) + model.fc.bias.detach()
+    n = (
+        torch.stack([model.fc.weight.detach() @ (square @ row) for row in z])
+        + model.fc.bias.detach()
+    )
     p, q = t.softmax(1), n.softmax(1)
     entropy = -(q * q.log()).sum(1)
     both = (p * (p / q).log()).sum(1) + (q * (q / p).log()).sum(1)

@@ -38,6 +38,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata": (1, 0),
     "sar": (2, 0),
     "deyo": (2, 0),
+    "roid": (2, 0),
     "zerosiam": (1, 0),
     "nctta": (1, 0),
     "neo": (1, 0),
@@ -48,6 +49,7 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata+fata": (1, 1),
     "sar+fata": (3, 3),
     "deyo+fata": (2, 1),
+    "roid+fata": (2, 1),
     "zerosiam+fata": (1, 1),
     "nctta+fata": (1, 1),
     "neo+fata": (1, 1),
@@ -147,9 +149,10 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
     first = math.ceil(share) if dense else share  # rows with a gradient in the first pass
     sharp = share if method.sam_rho is not None else 0.0  # and in SAM's second pass
     shuffled = share if isinstance(method, Deyo) else 0.0
-    forward = 1 + shuffled + (0 if dense else share) + sharp
+    views = first if method.has_views else 0.0  # all rows that are passed with a gradient
+    forward = 1 + shuffled + (0 if dense else share) + sharp + views
     learned = first if method.sam_rho is None else sharp
-    return _rows(forward, learned if plus else 0, first + sharp)
+    return _rows(forward, learned if plus else 0, first + sharp + views)
 
 
 def effective(counts: Mapping[str, Any], whole: Macs, tail: Macs) -> Macs:

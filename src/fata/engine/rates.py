@@ -42,6 +42,10 @@ def _zerosiam(vit: bool, batch: int) -> float:
 
 
 PUBLISHED = {
+    "roid": Published(
+        lambda vit, batch: 2.5e-4 * min(1.0, batch / 64),
+        "released code: ImageNet-C in sequence, ResNet-50, Swin-B and ViT-B/16, batches of 64",
+    ),
     "nctta": Published(
         lambda vit, batch: 1e-3 * min(1.0, batch / 64),
         "defaults of the released code: any network, batches of 64; what its tables used is not "

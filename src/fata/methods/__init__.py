@@ -17,6 +17,7 @@ from fata.methods.fata import Fata
 from fata.methods.memo import Memo
 from fata.methods.nctta import Nctta
 from fata.methods.neo import Neo
+from fata.methods.roid import Roid
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
 from fata.methods.tent import Tent
@@ -33,6 +34,7 @@ __all__ = [
     "Nctta",
     "Neo",
     "Norm",
+    "Roid",
     "Sar",
     "Source",
     "Tent",
@@ -44,9 +46,18 @@ __all__ = [
 
 METHODS: dict[str, type[Method]] = {
     method.name: method
-    for method in (Source, Norm, Tent, Eata, Sar, Deyo, Zerosiam, Nctta, Neo, Cotta, Memo)
+    for method in (Source, Norm, Tent, Eata, Sar, Deyo, Roid, Zerosiam, Nctta, Neo, Cotta, Memo)
 }
-HOSTS = ("tent", "eata", "sar", "deyo", "zerosiam", "nctta", "neo")  # those that FATA adds to
+HOSTS = (
+    "tent",
+    "eata",
+    "sar",
+    "deyo",
+    "roid",
+    "zerosiam",
+    "nctta",
+    "neo",
+)  # those that FATA adds to
 SPECS = (*METHODS, "fata", *(f"{host}+fata" for host in HOSTS))
 
 

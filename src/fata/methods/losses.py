@@ -27,6 +27,12 @@ def divergence(logits: Tensor, other: Tensor) -> Tensor:
     return (log_probs.exp() * (log_probs - _log_probs(other))).sum(1)
 
 
+def likelihood_ratio(logits: Tensor) -> Tensor:
+    """-sum_c a_c ln(a_c / (1 - a_c) + 1e-5) of each row, a = min(p, 0.99) (ROID)."""
+    probs = logits.softmax(1).clamp(max=0.99)
+    return -(probs * (probs / (1 - probs) + 1e-5).log()).sum(1)
+
+
 def marginal_entropy(logits: Tensor) -> Tensor:
     """Entropy of the mean prediction of all rows (MEMO), in log space; a scalar."""
     log_mean = _log_probs(logits).logsumexp(0) - torch.tensor(len(logits)).log()

@@ -57,6 +57,7 @@ class Cell:
         speed: `exact` or `fast`.
         guard: whether the guard is on.
         window: images of a sliding window (`fata.Window`); None: each batch as it comes.
+        reset_every: batches after which the source model is restored; None: never.
     """
 
     model: str
@@ -73,12 +74,14 @@ class Cell:
     speed: str = "exact"
     guard: bool = False
     window: int | None = None
+    reset_every: int | None = None
 
     def __str__(self) -> str:
         where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} domains"
         grade = f"-{self.severity}" if self.domains[0] in BY_NAME else ""
         more = "".join(f":{name}={value}" for name, value in self.fields.items())
         more += f" window={self.window}" if self.window else ""
+        more += f" reset_every={self.reset_every}" if self.reset_every else ""
         more += " guarded" if self.guard else ""
         return f"{self.model} {self.scenario} {where}{grade} {self.method}{more} #{self.seed}"
 
@@ -125,6 +128,7 @@ class Cell:
         if fisher is not None and self.wants_fisher(loaded):
             settings["fisher_data"] = fisher
         settings |= {"seed": self.seed, "speed": self.speed, "guard": self.guard}
+        settings["reset_every"] = self.reset_every
         return adapt(loaded.model, self.method, group=group, **settings)
 
     def wants_fisher(self, loaded: Loaded) -> bool:
@@ -153,6 +157,7 @@ class Cell:
             "severity": self.severity,
             "batch_size": order.batch_size,
             **({"window": self.window} if self.window else {}),
+            **({"reset_every": self.reset_every} if self.reset_every else {}),
             "length": order.images,
             "images": self.images,
             "seed": self.seed,

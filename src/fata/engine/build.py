@@ -37,11 +37,13 @@ def build(
     seed: int,
     speed: str | None,
     group: ProcessGroup | None,
+    reset_every: int | None = None,
 ) -> Engine:
     """The engine of an adapter; `settings` restores the model if something is wrong."""
     arguments.check_method(method, plus, fisher_data)
     check_rate(lr)
     arguments.check_seed(seed)
+    arguments.check_reset(reset_every, method)
     speed = arguments.default_speed(model, group) if speed is None else speed
     if speed not in SPEEDS:
         raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
@@ -58,7 +60,8 @@ def build(
         return float(lr)
 
     with torch.inference_mode(False):
-        engine = Engine(model, method, plus, theta, learning_rate, vit, seed, watch, SPEEDS[speed])
+        parts = model, method, plus, theta, learning_rate, vit, seed, watch, SPEEDS[speed]
+        engine = Engine(*parts, reset_every)
         try:
             model.eval()  # dropout and stochastic depth off
             model.requires_grad_(False)
@@ -69,7 +72,8 @@ def build(
                 engine.state = engine.fresh()
             ranks = RankGroup.of(group)
             if isinstance(ranks, RankGroup):
-                ranks.agree(model=fingerprint(engine), lr=f"{lr}", **described(engine))
+                given = {"lr": f"{lr}", "reset_every": f"{reset_every}"}
+                ranks.agree(model=fingerprint(engine), **given, **described(engine))
                 engine.join(ranks)
         except BaseException:
             settings.restore(engine)

@@ -49,7 +49,9 @@ class Engine:
         seed: int,
         guard: Guard | None = None,
         execution: type[Direct] = Direct,
+        reset_every: int | None = None,
     ) -> None:
+        self.reset_every = reset_every  # batches
         self.theta, self.rate, self.vit, self.seed = theta, rate, vit, seed
         self.network = Network(model, method, plus, self._count)
         self.functions = Step(self.network, method, plus, theta)
@@ -153,11 +155,8 @@ class Engine:
     def shift(self) -> None:
         """Give the model's classifier what the method adds to its logits, before it is given up."""
         head, source = self.network.head, self.state.watched.source_predicts
-        if head is None or source or not self.learns:
-            return
-        shift = self.method.shift(head.layer.weight.detach(), self.state.host)
-        if shift is not None:
-            head.add(shift)
+        if head and self.learns and not source:
+            head.add(self.method.shift(head.layer.weight.detach(), self.state.host))
 
     def counted_apart(self) -> AbstractContextManager[dict[str, int]]:
         """The rows that are passed inside are not counted in the state."""
@@ -189,8 +188,9 @@ class Engine:
         watched = replace(self.state.watched, events=list(self.state.watched.events))
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
         snapshots = self.watch.states if self.watch else ()
-        self.source_predicted = not self.learns
         try:
+            self._reset_in_time()
+            self.source_predicted = not self.learns
             logits = self._learned(images)
             if self.watch:
                 own, logits = logits, self.watch.see(images, logits)
@@ -210,6 +210,16 @@ class Engine:
             raise
         self.state.batches += 1
         return logits
+
+    def _reset_in_time(self) -> None:
+        """Restart from the source weights after every so many batches (RDumb)."""
+        if not self.reset_every or not self.state.batches or self.state.batches % self.reset_every:
+            return
+        self.state = self.state.restarted(self.source)
+        self.state.count(reset=1)
+        self.theta.write(self.source)
+        if self.watch:
+            self.watch.forget()
 
     def _learned(self, images: Tensor) -> Tensor:
         """Logits of a batch, once it is learned from."""
@@ -366,18 +376,13 @@ class Engine:
 
     def move(self) -> None:
         """Follow the model to another device."""
-        here, state, functions = self.device, self.state, self.functions
+        here, functions = self.device, self.functions
         functions.source = functions.source.to(here)
         self.theta.move(here)
         functions.fisher = None if functions.fisher is None else functions.fisher.to(here)
-        state.theta, state.velocity = state.theta.to(here), state.velocity.to(here)
-        state.host = {name: tensor.to(here) for name, tensor in state.host.items()}
-        state.plus = {name: tensor.to(here) for name, tensor in state.plus.items()}
-        state.classes = {name: tensor.to(here) for name, tensor in state.classes.items()}
-        state.guard = {name: tensor.to(here) for name, tensor in state.guard.items()}
+        self.state.move(here)
         if self.watch:
             self.watch.forget()
-        state.counts = {name: int(number) for name, number in state.counts.items()}
         self.execution.forget()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fata.guard.events import Watched
@@ -35,10 +36,30 @@ class State:
         for name, number in more.items():
             self.counts[name] = self.counts.get(name, 0) + number
 
+    def move(self, device: torch.device) -> None:
+        """Follow the model to another device."""
+        self.theta, self.velocity = self.theta.to(device), self.velocity.to(device)
+        for name in ("host", "plus", "classes", "guard"):
+            memory: Memory = getattr(self, name)
+            setattr(self, name, {at: tensor.to(device) for at, tensor in memory.items()})
+        self.counts = {name: int(number) for name, number in self.counts.items()}
+
+    def restarted(self, source: Tensor) -> State:
+        """As before the first batch; random draws, counters and the guard's events go on."""
+        return State(
+            source,
+            torch.zeros_like(source),
+            self.seed,
+            batches=self.batches,
+            share=self.share,
+            counts=self.counts,
+            watched=Watched(events=self.watched.events),
+        )
+
     def summary(self, host: str, plus: bool) -> dict[str, Any]:
         """The counters as plain numbers; waits for the device."""
         counts = {name: int(number) for name, number in self.counts.items()}
-        names = ("seen", "not_finite", "stepped", "dropped", "recovered")
+        names = ("seen", "not_finite", "stepped", "dropped", "recovered", "reset")
         rows = ("rows_forward", "rows_tail", "rows_backward", "rows_source")
         selected = {host: counts.get("host", 0)}
         if plus:

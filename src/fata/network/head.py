@@ -83,8 +83,10 @@ class Head:
             return  # of these images nothing can be told
         self._checked = True
 
-    def add(self, shift: Tensor) -> None:
-        """Add to the bias, for a model that is used without this library."""
+    def add(self, shift: Tensor | None) -> None:
+        """Add to the bias, if there is anything to add, for a model used without this library."""
+        if shift is None:
+            return
         with torch.no_grad():
             if self.layer.bias is None:
                 own = shift.to(self.layer.weight)

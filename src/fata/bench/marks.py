@@ -43,6 +43,8 @@ def marks(records: Iterable[Record]) -> dict[str, str]:
 
 
 def steps(record: Record) -> int | None:
-    """Updates of the weights; None: not counted, in an older store."""
+    """Updates of the weights; None: not counted, in an older store, or not its way to learn."""
+    if record.result.get("lr", 0) is None:  # a method without a gradient, as NEO
+        return None
     taken: int | None = record.result.get("counts", {}).get("stepped")
     return taken

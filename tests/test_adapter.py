@@ -677,7 +677,11 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
     ("spec", "fields", "message"),
     [
         ("deyo+fato", {}, r"unknown method 'deyo\+fato': choose .* Did you mean 'deyo\+fata'"),
-        ("cotta+fata", {}, r"a host from tent, eata, sar, deyo followed by '\+fata'"),
+        (
+            "cotta+fata",
+            {},
+            r"a host from tent, eata, sar, deyo, roid, zerosiam, nctta, neo followed by '\+fata'",
+        ),
         (
             "eata",
             {"treshold": 1},
@@ -901,3 +905,55 @@ def test_adapter_and_guard_read_as_one_line():
     what = f"Eata + Fata on ResNet, {total:,} parameters adapt, guard on, exact"
     assert repr(adapted) == f"Adapter({what})"
     assert repr(adapted.guard) == "Watch(a check every 8 batches, 0 events)"
+
+
+# -- a periodic reset
+
+
+@pytest.mark.parametrize("speed", ["exact", "fast"])
+@pytest.mark.parametrize("spec", ["tent+fata", "neo", "zerosiam", "roid", "cotta"])
+def test_the_source_is_restored_after_every_so_many_batches(spec, speed):
+    """Each part of the stream is as if it were the first, but for random draws."""
+    fields = {"noise": lambda rows, channels: torch.ones(2, rows, channels)}
+    fields = fields if "fata" in spec else {}
+    if spec in ("roid", "cotta"):
+        fields |= {"augment": lambda images: images.flip(3)}
+    if spec == "cotta":
+        fields |= {"restore": 0.0, "threshold": 0.0}
+    fields |= {"lr": 1e-2} if spec != "neo" else {}
+    stream = [images(8, seed=seed) for seed in range(5)]
+    periodic = fata.adapt(network("resnet_gn"), spec, reset_every=2, speed=speed, **fields)
+    found = [periodic(batch) for batch in stream]
+    alone = fata.adapt(network("resnet_gn"), spec, speed=speed, **fields)
+    for start in (0, 2, 4):
+        alone.reset()
+        for number in range(start, min(start + 2, 5)):
+            assert torch.equal(found[number], alone(stream[number]))
+    assert periodic.counts["reset"] == 2
+    assert periodic.counts["seen"] == 40
+
+
+def test_a_reset_in_time_takes_the_guards_rest_away(tmp_path):
+    adapted = fata.adapt(network("resnet_gn"), "tent", lr=1e-2, reset_every=2)
+    for seed in range(2):
+        adapted(images(8, seed=seed))
+    adapted._live().state.watched.resting = True
+    adapted.save(tmp_path / "state")
+    adapted(images(8))
+    assert not adapted.guard.resting
+    other = fata.adapt(network("resnet_gn"), "tent", lr=1e-2, reset_every=2)
+    other.load(tmp_path / "state")  # the number of the batch is part of the state
+    other(images(8))
+    assert other.counts == adapted.counts
+    assert other.counts["reset"] == 1
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5])
+def test_a_reset_that_cannot_be(value):
+    with pytest.raises(ValueError, match=r"reset_every=.*at least 1, or None"):
+        fata.adapt(network("resnet_gn"), "tent", reset_every=value)
+
+
+def test_memo_is_reset_anyway():
+    with pytest.raises(ValueError, match="'memo' restarts from the source weights at every image"):
+        fata.adapt(network("resnet_gn"), "memo", reset_every=10)

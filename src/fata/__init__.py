@@ -12,7 +12,20 @@ if TYPE_CHECKING:
     from fata.engine.checkpoint import StateError
     from fata.fleet import Fleet, StreamBusyError
     from fata.guard.policy import Guard
-    from fata.methods import Cotta, Deyo, Eata, Memo, Norm, Sar, Source, Tent
+    from fata.methods import (
+        Cotta,
+        Deyo,
+        Eata,
+        Memo,
+        Nctta,
+        Neo,
+        Norm,
+        Roid,
+        Sar,
+        Source,
+        Tent,
+        Zerosiam,
+    )
     from fata.methods.base import Batch, Memory, Method
     from fata.methods.fata import Fata
     from fata.methods.selection import Selection
@@ -34,7 +47,10 @@ __all__ = [
     "Memo",
     "Memory",
     "Method",
+    "Nctta",
+    "Neo",
     "Norm",
+    "Roid",
     "Sar",
     "Selection",
     "Source",
@@ -42,6 +58,7 @@ __all__ = [
     "StreamBusyError",
     "Tent",
     "Window",
+    "Zerosiam",
     "adapt",
     "callbacks",
     "corrupt",
@@ -61,7 +78,20 @@ _FROM = {
     "data.streams": ("stream",),
     "distributed.group": ("GroupError",),
     "guard.policy": ("Guard",),
-    "methods": ("Cotta", "Deyo", "Eata", "Memo", "Norm", "Sar", "Source", "Tent"),
+    "methods": (
+        "Cotta",
+        "Deyo",
+        "Eata",
+        "Memo",
+        "Nctta",
+        "Neo",
+        "Norm",
+        "Roid",
+        "Sar",
+        "Source",
+        "Tent",
+        "Zerosiam",
+    ),
     "methods.base": ("Batch", "Memory", "Method"),
     "methods.fata": ("Fata",),
     "methods.selection": ("Selection",),

@@ -64,6 +64,7 @@ class Adapter(Stateful):
             alike; None: this process alone. See below.
         callbacks: their `on_step(record)` is called after every batch that is learned from; ready
             ones are in `fata.callbacks`. They wait for the device.
+        reset_every: batches after which the source model is restored (RDumb); None: never.
 
     In a `group` each rank gives its rows of a batch, in the order of the ranks; some may have
     fewer than others, or none: `images[:0]`. All call as often as the others, frozen or not, and
@@ -92,6 +93,7 @@ class Adapter(Stateful):
         speed: str | None = None,
         group: ProcessGroup | None = None,
         callbacks: Sequence[Callback] = (),
+        reset_every: int | None = None,
     ) -> None:
         super().__init__()
         if isinstance(method, Fata):  # its loss alone
@@ -102,9 +104,8 @@ class Adapter(Stateful):
             raise TypeError("model is an Adapter already; call unwrap() on it first.")
         check_model(model)
         given = Settings(model)
-        engine = build(
-            model, method, plus, given, lr, params, fisher_data, guard, seed, speed, group
-        )
+        parts = model, method, plus, given, lr, params, fisher_data, guard, seed, speed, group
+        engine = build(*parts, reset_every)
         self.model = model
         self._frozen = 0  # how often, at this time
         self._shape: torch.Size | None = None  # of the last images
@@ -197,7 +198,7 @@ class Adapter(Stateful):
     @property
     def trainable(self) -> list[str]:
         """Names of the parameters that adapt."""
-        return list(self._live().theta.names)
+        return list(self._live().theta.model_names)
 
     @property
     def adapted(self) -> list[str]:
@@ -296,6 +297,7 @@ class Adapter(Stateful):
                     "or False to mean it."
                 )
             engine.theta.write(engine.prediction_weights)
+            engine.shift()
             self._give_back()
             if batch_statistics and engine.network.statistics:
                 engine.network.statistics.forget_running()
@@ -343,15 +345,17 @@ def adapt(
     speed: str | None = None,
     group: ProcessGroup | None = None,
     callbacks: Sequence[Callback] = (),
+    reset_every: int | None = None,
     **fields: Any,
 ) -> Adapter:
     """Adapt a model by a method's name.
 
     Args:
         model: maps images to logits, or to an object with `.logits`.
-        spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `cotta`, `memo`, `fata`, or a host
-            with it, such as `deyo+fata`. None: the recommended one, `eata+fata` with both terms
-            balanced over the classes, and without `fisher_data` with `fisher_alpha=0`.
+        spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `roid`, `zerosiam`, `nctta`, `neo`,
+            `cotta`, `memo`, `fata`, or a host with it, such as `deyo+fata`. None: the recommended
+            one, `eata+fata` with both terms balanced over the classes, and without `fisher_data`
+            with `fisher_alpha=0`.
         lr: learning rate, `paper` or `release`; this and the others as in `Adapter`.
         params: which parameters adapt.
         fisher_data: batches of clean images for EATA.
@@ -360,6 +364,7 @@ def adapt(
         speed: `exact` or `fast`; None: what suits the device.
         group: ranks that share every batch.
         callbacks: are told of every batch.
+        reset_every: batches after which the source model is restored.
         **fields: fields of the method or of `Fata`. One that both have is the method's;
             `fata_threshold=...` is the plug-in's.
 
@@ -386,4 +391,5 @@ def adapt(
         speed=speed,
         group=group,
         callbacks=callbacks,
+        reset_every=reset_every,
     )

@@ -159,6 +159,7 @@ def test_fields_and_options_are_read_off_the_names():
         ({"methods": ("tent:lr=-1",)}, "positive number"),
         ({"seeds": 0}, "at least 1"),
         ({"window": 0}, "window=0: must be at least 1"),
+        ({"reset_every": 0}, "reset_every=0: must be at least 1"),
         ({"methods": ()}, "methods: give at least one"),
         ({"methods": ("tent", "tent")}, "methods: .* each once"),
         ({"methods": ("nowhere:Mine:lr=1",)}, "No module named 'nowhere'"),
@@ -234,12 +235,13 @@ def test_a_cells_key_is_its_protocols(runner):
             {"fields": {"lr": 0.1}},
             {"method": "tent+fata"},
             {"window": 8},
+            {"reset_every": 2},
         )
     ]
     keys = [key(runner.protocol(one)) for one in (cell, *others)]
     assert len(set(keys)) == len(keys)
     assert key(CellRunner().protocol(cell)) == keys[0]
-    assert "window" not in runner.protocol(cell)  # keys of older cells stay
+    assert not {"window", "reset_every"} & set(runner.protocol(cell))  # keys of older cells stay
 
 
 def test_a_protocol_names_the_settings_that_the_model_brings(runner):
@@ -293,6 +295,26 @@ def test_a_cell_with_a_window_learns_from_the_latest_images(runner):
     assert result["counts"] == {**counts, "rows_forward": counts["rows_forward"] + frozen}
     assert result["rows"] == 12
     assert "window=4" in str(cell)
+
+
+def test_a_cell_is_reset_after_every_so_many_batches(runner):
+    cell = Cell(
+        "mini_resnet_bn", "embedded", "normal", ("fog",), 5, "tent", 3, 8, 48, reset_every=2
+    )
+    result = runner.run(cell, lambda *_: None)
+    assert result["counts"]["reset"] == 2  # of six batches
+    never = dataclasses.replace(cell, reset_every=None)
+    assert runner.run(never, lambda *_: None)["counts"]["reset"] == 0
+    assert "reset_every=2" in str(cell)
+
+
+def test_only_what_learns_is_reset():
+    methods = ("source", "norm", "memo", "neo", "tent", "fata", "cotta")
+    found = cells_of(methods=methods, domains=("fog",), reset_every=5)
+    assert {cell.method: cell.reset_every for cell in found} == {
+        **dict.fromkeys(("source", "norm", "memo")),
+        **dict.fromkeys(("neo", "tent", "fata", "cotta"), 5),
+    }
 
 
 def test_ranks_cannot_share_a_window():

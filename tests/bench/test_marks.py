@@ -33,6 +33,13 @@ def test_methods_that_never_learn_are_not_marked():
     assert not marks([record("source", stepped=0), record("norm", stepped=0)])
 
 
+def test_a_method_without_a_gradient_takes_no_steps():
+    neo = record("neo", "b", stepped=0)
+    assert marks([record("source"), neo]) == {"neo 0": "few steps"}
+    neo.result["lr"] = None  # as a cell of it has
+    assert not marks([record("source"), neo])
+
+
 def test_only_the_same_stream_is_compared():
     assert not marks([record("source", seed=1), record("tent", stepped=FEW, seed=0)])
     assert marks([record("norm", seed=1), record("tent", stepped=FEW, seed=1)])

@@ -21,14 +21,15 @@ from fata.methods.losses import entropy
 from fata.testing.cases import images, network
 from fata.zoo import tiny
 
+NEW = ("roid", "roid+fata", "zerosiam", "nctta+fata", "neo")
 OWN_STEP = ("cotta", "memo")
 WITH_FATA = ("eata+fata", "sar+fata", "deyo+fata")
 CASES = [
     *(("resnet_gn", spec) for spec in SPECS),
     *(("vit_ln", spec) for spec in SPECS),
-    *(("resnet_bn", spec) for spec in ("norm", "tent", *WITH_FATA, *OWN_STEP)),
+    *(("resnet_bn", spec) for spec in ("norm", "tent", *NEW, *WITH_FATA, *OWN_STEP)),
     ("resnet_bn", "tent+fata joint"),
-    *(("resnet_bn", f"{spec} unguarded") for spec in ("deyo+fata", "cotta")),
+    *(("resnet_bn", f"{spec} unguarded") for spec in ("deyo+fata", "roid", "cotta")),
 ]
 SPLITS = ((8, 8), (8, 8), (16, 0), (0, 4), (0, 1), (2, 0), (3, 5), (8, 8))
 

@@ -22,7 +22,7 @@ from fata.data import Dataset, Stream, stream
 from fata.data.dataset import data_name
 from fata.data.scenarios import default_batch
 from fata.engine.fisher import FisherData
-from fata.engine.rates import is_transformer_like, rate
+from fata.engine.rates import is_transformer_like, own_rate, rate
 from fata.guard.policy import Guard
 from fata.methods import describe, parse
 from fata.zoo import Loaded
@@ -56,6 +56,7 @@ class Cell:
         speed: `exact` or `fast`.
         guard: whether the guard is on.
         window: images of a sliding window (`fata.Window`); None: each batch as it comes.
+        reset_every: batches after which the source model is restored; None: never.
     """
 
     model: str
@@ -72,12 +73,14 @@ class Cell:
     speed: str = "exact"
     guard: bool = False
     window: int | None = None
+    reset_every: int | None = None
 
     def __str__(self) -> str:
         where = self.domains[0] if len(self.domains) == 1 else f"{len(self.domains)} domains"
         grade = f"-{self.severity}" if self.domains[0] in BY_NAME else ""
         more = "".join(f":{name}={value}" for name, value in self.fields.items())
         more += f" window={self.window}" if self.window else ""
+        more += f" reset_every={self.reset_every}" if self.reset_every else ""
         more += " guarded" if self.guard else ""
         return f"{self.model} {self.scenario} {where}{grade} {self.method}{more} #{self.seed}"
 
@@ -100,7 +103,7 @@ class Cell:
             return Rate(None, "")
         if not isinstance(lr, str):
             return Rate(float(lr), "given" if "lr" in self.fields else "tuned")
-        own = method.fixed_rate(vit) is not None
+        own = own_rate(method, vit, self._rows) is not None
         return Rate(rate(lr, method, vit, self._rows), "method" if own else lr)
 
     def stream(self, dataset: Dataset) -> Stream:
@@ -124,6 +127,7 @@ class Cell:
         if fisher is not None and self.wants_fisher(loaded):
             settings["fisher_data"] = fisher
         settings |= {"seed": self.seed, "speed": self.speed, "guard": self.guard}
+        settings["reset_every"] = self.reset_every
         return adapt(loaded.model, self.method, group=group, **settings)
 
     def wants_fisher(self, loaded: Loaded) -> bool:
@@ -152,6 +156,7 @@ class Cell:
             "severity": self.severity,
             "batch_size": order.batch_size,
             **({"window": self.window} if self.window else {}),
+            **({"reset_every": self.reset_every} if self.reset_every else {}),
             "length": order.images,
             "images": self.images,
             "seed": self.seed,

@@ -7,8 +7,8 @@ counts forward passes alone, as if every row were selected.
 Ours are the forward and backward passes of the engine. A gradient of a layer's input or of its
 weights costs as much as the layer's forward pass. Frozen weights need none, nor do layers before
 the first adapted parameter. So a backward pass costs about F if normalisation layers adapt, and 2 F
-if all weights do. Not counted: the optimizer, views and noise, Fisher information, and the pass in
-which FATA's tap learns the order of the modules.
+if all weights do. Not counted: the optimizer, views and noise, Fisher information, products with
+the classifier alone, and the pass in which FATA's tap learns the order of the modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fata.adapter import Adapter, adapt
 from fata.engine.step import DENSE
-from fata.methods import Cotta, Deyo, Memo, Tent, parse
+from fata.methods import Cotta, Deyo, Memo, Tent, Zerosiam, parse
 from fata.network.logits import logits_of
 from fata.network.norms import batch_norms, norm_layers
 from fata.network.tap import Tap
@@ -38,6 +38,10 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata": (1, 0),
     "sar": (2, 0),
     "deyo": (2, 0),
+    "roid": (2, 0),
+    "zerosiam": (1, 0),
+    "nctta": (1, 0),
+    "neo": (1, 0),
     "cotta": (35, 0),
     "memo": (64, 0),
     "fata": (1, 1),
@@ -45,6 +49,10 @@ PAPER: dict[str, tuple[int, int]] = {
     "eata+fata": (1, 1),
     "sar+fata": (3, 3),
     "deyo+fata": (2, 1),
+    "roid+fata": (2, 1),
+    "zerosiam+fata": (1, 1),
+    "nctta+fata": (1, 1),
+    "neo+fata": (1, 1),
 }
 
 
@@ -123,7 +131,7 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
     Args:
         spec: the method.
         share: of the rows that each term selects, the same ones; DeYO passes these twice. TENT
-            selects all. CoTTA is counted with its views, as in the paper.
+            and ZeroSiam select all. CoTTA is counted with its views, as in the paper.
         coupled: the network has BatchNorm.
     """
     if not 0 <= share <= 1:
@@ -135,15 +143,16 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
         return _rows(method.views + 1, 0, method.views)
     if method.params is None and plus is None:
         return _rows(1, 0, 0)
-    if isinstance(method, Tent):
+    if isinstance(method, Tent | Zerosiam):
         share = 1.0
     dense = coupled or share >= DENSE
     first = math.ceil(share) if dense else share  # rows with a gradient in the first pass
     sharp = share if method.sam_rho is not None else 0.0  # and in SAM's second pass
     shuffled = share if isinstance(method, Deyo) else 0.0
-    forward = 1 + shuffled + (0 if dense else share) + sharp
+    views = first if method.has_views else 0.0  # all rows that are passed with a gradient
+    forward = 1 + shuffled + (0 if dense else share) + sharp + views
     learned = first if method.sam_rho is None else sharp
-    return _rows(forward, learned if plus else 0, first + sharp)
+    return _rows(forward, learned if plus else 0, first + sharp + views)
 
 
 def effective(counts: Mapping[str, Any], whole: Macs, tail: Macs) -> Macs:

@@ -19,6 +19,7 @@ from fata.data.scenarios import RESETTING, SCENARIOS
 from fata.engine.build import SPEEDS
 from fata.engine.rates import check_rate
 from fata.methods import SPECS, parse
+from fata.methods.base import CustomStep
 
 
 class GridError(ValueError):
@@ -45,6 +46,8 @@ class Grid:
         speed: `exact` or `fast`.
         guard: whether every method runs with a guard.
         window: images of a sliding window (`fata.Window`); None: each batch as it comes.
+        reset_every: batches after which the source model is restored (RDumb); None: never. Methods
+            that learn nothing, or restart at every image, run as they are.
     """
 
     models: tuple[str, ...]
@@ -61,6 +64,7 @@ class Grid:
     speed: str = "exact"
     guard: bool = False
     window: int | None = None
+    reset_every: int | None = None
 
     def cells(self, opened: Callable[[str], Dataset]) -> Iterator[Cell]:
         """Every cell; those of one model and domain follow each other, and those of one method."""
@@ -72,13 +76,15 @@ class Grid:
             )
         if self.window is not None and self.window < 1:
             raise GridError(f"window={self.window}: must be at least 1 image.")
+        if self.reset_every is not None and self.reset_every < 1:
+            raise GridError(f"reset_every={self.reset_every}: must be at least 1 batch.")
         for name in ("models", "data", "methods", "scenarios", "severities"):
             given = getattr(self, name)
             if not given or len(set(given)) < len(given):
                 raise GridError(f"{name}: give at least one, and each once.")
         if self.speed not in SPEEDS:
             raise GridError(f"speed={self.speed!r}: choose from {', '.join(SPEEDS)}.")
-        methods = [_method(method) for method in self.methods]
+        methods = [(*_method(method), _drifts(method)) for method in self.methods]
         scenarios = [_scenario(scenario) for scenario in self.scenarios]
         for model, data, (scenario, options), severity in product(
             self.models, self.data, scenarios, self.severities
@@ -86,11 +92,11 @@ class Grid:
             names = tuple(d.name for d in opened(data).named(self.domains, severity))
             alone = scenario in RESETTING
             for domains in [(name,) for name in names] if alone else [names]:
-                for (method, fields), seed in product(methods, seeds):
+                for (method, fields, learns), seed in product(methods, seeds):
                     yield Cell(
                         model, data, scenario, domains, severity, method, seed,
                         self.batch_size, self.images, fields, options, self.speed, self.guard,
-                        self.window,
+                        self.window, self.reset_every if learns else None,
                     )  # fmt: skip
 
 
@@ -156,6 +162,14 @@ def _method(text: str) -> tuple[str, dict[str, Any]]:
     except (TypeError, ValueError) as error:
         raise GridError(f"method {text!r}: {error}") from error
     return spec, fields
+
+
+def _drifts(text: str) -> bool:
+    """Whether a method's state changes from batch to batch."""
+    method, plus = parse(_method(text)[0])
+    if isinstance(method, CustomStep):
+        return not method.episodic
+    return method.params is not None or plus is not None or method.gradient_free
 
 
 def _scenario(text: str) -> tuple[str, dict[str, Any]]:

@@ -37,9 +37,14 @@ def marks(records: Iterable[Record]) -> dict[str, str]:
             continue
         if (stream_of(record), record.result.get("predictions")) in unadapted:
             found[record.key] = UNCHANGED
-        elif taken is not None and taken < FEW:
+        elif taken is not None and taken < FEW and _has_rate(record):
             found[record.key] = FEW_STEPS
     return found
+
+
+def _has_rate(record: Record) -> bool:
+    """Whether it steps at all; a method without a gradient, as NEO, has no learning rate."""
+    return record.result.get("lr", 0) is not None
 
 
 def steps(record: Record) -> int | None:

@@ -89,6 +89,10 @@ def bench(
             min=1, help="Sliding window: each batch is the newest part of the latest N images."
         ),
     ] = None,
+    reset_every: Annotated[
+        int | None,
+        typer.Option(min=1, help="Restore the source model after every N batches (RDumb)."),
+    ] = None,
     config: Annotated[
         Path | None, typer.Option(help="A grid in YAML or TOML; options override it.")
     ] = None,
@@ -157,6 +161,7 @@ def bench(
         "speed": speed,
         "guard": guard,
         "window": window,
+        "reset_every": reset_every,
     }
     given = {name: value for name, value in flags.items() if value is not None}
     with backend(on, address, gpus_per_cell, device, jobs, dry_run) as (own_device, run_tasks):

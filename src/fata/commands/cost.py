@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
     from fata.bench.cost import Cost
 
-METHODS = "source, tent, eata, eata+fata, sar, sar+fata, deyo, deyo+fata, cotta, memo"
+METHODS = (
+    "source, tent, eata, eata+fata, sar, sar+fata, deyo, deyo+fata, roid, zerosiam, nctta, neo, "
+    "cotta, memo"
+)
 
 
 def cost(

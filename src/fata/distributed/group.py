@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fata.distributed.heartbeat import Heartbeat
-from fata.distributed.ranks import SINGLE, Ranks, Shared
+from fata.distributed.ranks import SINGLE, Ranks, Shared, least_and_largest
 
 EVERY = 16  # batches between two checks that all ranks hold the same bits
 _ROWS = ("seen", "rows_forward", "rows_tail", "rows_backward", "rows_source")  # counted by each
@@ -94,14 +94,23 @@ class RankGroup(Ranks):
         """The mean over the rows of the batch."""
         return self.sum(values.sum(0)) / self._rows
 
+    def extremes(self, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Least and largest value of some rows of all ranks."""
+        there = self.gather(torch.stack(least_and_largest(values, rows)))
+        return there[:, 0].amin(), there[:, 1].amax()
+
     def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Variance and mean over axes along which all ranks have values, and how many they are.
 
         The gradient flows back to the values of all ranks.
         """
         var, mean = torch.var_mean(x, axes, correction=0)
-        values = x.numel() // mean.numel() if self.real else 0
-        here = torch.cat((mean, var, mean.new_full((1,), values)))
+        values = x.numel() // mean.numel()
+        return self.pooled(var, mean, mean.new_full((), values))
+
+    def pooled(self, var: Tensor, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, from those of this rank's values."""
+        here = torch.cat((mean, var, values.reshape(1) * self.real))
         there: Tensor = _Gather.apply(here, self)
         means, variances, counts = torch.split(there, [len(mean), len(var), 1], 1)
         share = counts / counts.sum()

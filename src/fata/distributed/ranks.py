@@ -60,11 +60,19 @@ class Ranks(ABC):
         """The mean over the rows of the batch."""
 
     @abstractmethod
+    def extremes(self, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Least and largest value of the batch, of those where `rows` is true."""
+
+    @abstractmethod
     def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Variance and mean over axes along which all ranks have values, and how many they are.
 
         The gradient flows back to the values of all ranks.
         """
+
+    @abstractmethod
+    def pooled(self, var: Tensor, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, from those of this rank's values."""
 
     @abstractmethod
     def deviation(self, rows: Tensor, squared: bool = False) -> Tensor:
@@ -125,10 +133,18 @@ class SingleRank(Ranks):
         """The mean over the rows."""
         return values.mean(0)
 
+    def extremes(self, values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Least and largest value of some rows."""
+        return least_and_largest(values, rows)
+
     def moments(self, x: Tensor, axes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Variance and mean over some axes, and of how many values they are."""
         var, mean = torch.var_mean(x, axes, correction=0)
         return var, mean, mean.new_full((), x.numel() // mean.numel())
+
+    def pooled(self, var: Tensor, mean: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As they are."""
+        return var, mean, values
 
     def deviation(self, rows: Tensor, squared: bool = False) -> Tensor:
         """The unbiased standard deviation of each column."""
@@ -159,6 +175,12 @@ class SingleRank(Ranks):
 
     def tell(self, error: BaseException) -> None:
         """Nobody to tell."""
+
+
+def least_and_largest(values: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the values where `rows` is true; infinite if there are none."""
+    low, high = (torch.where(rows, values, end) for end in (torch.inf, -torch.inf))
+    return low.amin(), high.amax()
 
 
 SINGLE = SingleRank()

@@ -65,6 +65,21 @@ def check_seed(seed: int) -> None:
         raise TypeError(f"seed={seed!r}: must be a whole number.")
 
 
+def check_reset(batches: int | None, method: Method) -> None:
+    """Raise for what is no number of batches, or where nothing can be reset."""
+    if batches is None:
+        return
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1:
+        raise ValueError(
+            f"reset_every={batches!r}: must be a whole number of batches, at least 1, or None."
+        )
+    if isinstance(method, CustomStep) and method.episodic:
+        raise ValueError(
+            f"reset_every={batches!r}: {method.name!r} restarts from the source weights at every "
+            f"image."
+        )
+
+
 def check_group(group: ProcessGroup | None, speed: str) -> None:
     """Raise for what ranks cannot share."""
     if group is not None and speed == "fast":

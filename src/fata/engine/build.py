@@ -18,6 +18,8 @@ from fata.engine.rates import check_rate, is_transformer_like, rate
 from fata.guard.policy import Guard
 from fata.methods.base import Method
 from fata.methods.fata import Fata
+from fata.methods.feature import FeatureMethod
+from fata.network.head import Head
 from fata.network.parameters import Params, Theta, choose
 
 SPEEDS = {"exact": Direct, "fast": Fast}
@@ -35,19 +37,22 @@ def build(
     seed: int,
     speed: str | None,
     group: ProcessGroup | None,
+    reset_every: int | None = None,
 ) -> Engine:
     """The engine of an adapter; `settings` restores the model if something is wrong."""
     arguments.check_method(method, plus, fisher_data)
     check_rate(lr)
     arguments.check_seed(seed)
+    arguments.check_reset(reset_every, method)
     speed = arguments.default_speed(model, group) if speed is None else speed
     if speed not in SPEEDS:
         raise ValueError(f"speed={speed!r}: choose from {', '.join(SPEEDS)}.")
     arguments.check_group(group, speed)
     params = method.params if params is None else arguments.renamed(params)
     params = "norm-truncated" if params is None and plus else params
-    theta = Theta(choose(model, params) if params is not None else {})
     vit, watch = is_transformer_like(model), arguments.guard_of(guard)
+    named = choose(model, params) if params is not None else {}
+    theta = Theta(named, _modules(model, method), method.modules_rate(vit))
 
     def learning_rate(rows: int) -> float:
         if lr is None or isinstance(lr, str):
@@ -55,7 +60,8 @@ def build(
         return float(lr)
 
     with torch.inference_mode(False):
-        engine = Engine(model, method, plus, theta, learning_rate, vit, seed, watch, SPEEDS[speed])
+        parts = model, method, plus, theta, learning_rate, vit, seed, watch, SPEEDS[speed]
+        engine = Engine(*parts, reset_every)
         try:
             model.eval()  # dropout and stochastic depth off
             model.requires_grad_(False)
@@ -66,9 +72,21 @@ def build(
                 engine.state = engine.fresh()
             ranks = RankGroup.of(group)
             if isinstance(ranks, RankGroup):
-                ranks.agree(model=fingerprint(engine), lr=f"{lr}", **described(engine))
+                given = {"lr": f"{lr}", "reset_every": f"{reset_every}"}
+                ranks.agree(model=fingerprint(engine), **given, **described(engine))
                 engine.join(ranks)
         except BaseException:
             settings.restore(engine)
             raise
     return engine
+
+
+def _modules(model: nn.Module, method: Method) -> dict[str, nn.Parameter]:
+    """What a method learns beside the network."""
+    if not isinstance(method, FeatureMethod):
+        return {}
+    head = Head(model, method.head)
+    weight = head.weight
+    head.remove()
+    modules = method.modules(weight.shape[1])
+    return {name: nn.Parameter(tensor.to(weight)) for name, tensor in modules.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -44,7 +44,11 @@ class Direct:
         return images
 
     def see(
-        self, given: Given, moving: Moving, dense: bool, batch: Callable[[Tensor], Batch]
+        self,
+        given: Given,
+        moving: Moving,
+        dense: bool,
+        batch: Callable[[Tensor, Sequence[Tensor]], Batch],
     ) -> Seen:
         """The first pass, and what is selected.
 
@@ -52,11 +56,12 @@ class Direct:
             given: the batch and what its first pass needs.
             moving: what would move.
             dense: whether the pass is to carry the gradient of all rows.
-            batch: what a method is shown, by its logits.
+            batch: what a method is shown, by its logits and penultimate feature.
         """
         with torch.set_grad_enabled(dense):
             first = self.step.first(given)
-        terms = self.step.select(batch(first.logits.detach()), given)
+        features = [feature.detach() for feature in first.features]
+        terms = self.step.select(batch(first.logits.detach(), features), given)
         finite = terms.batch.finite
         carries = first if dense else None
         return Seen(terms, first.perturb, finite, torch.ones_like(finite), first=carries)

@@ -13,8 +13,7 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fata._text import listed
 from fata.distributed.ranks import Ranks
+from fata.engine import unmoved
 from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.network import Network, stand_in
 from fata.engine.state import Given, Moved, Moving, Seen, State
@@ -32,9 +31,8 @@ from fata.engine.updates import guarded_sgd
 from fata.guard.policy import Guard, Watch
 from fata.methods.base import Batch, CustomStep, Method
 from fata.methods.fata import Fata
+from fata.methods.pixels import Rng
 from fata.network.parameters import Theta
-
-FIRST = 4  # steps of which one should move something
 
 
 class Engine:
@@ -51,7 +49,9 @@ class Engine:
         seed: int,
         guard: Guard | None = None,
         execution: type[Direct] = Direct,
+        reset_every: int | None = None,
     ) -> None:
+        self.reset_every = reset_every  # batches
         self.theta, self.rate, self.vit, self.seed = theta, rate, vit, seed
         self.network = Network(model, method, plus, self._count)
         self.functions = Step(self.network, method, plus, theta)
@@ -64,9 +64,12 @@ class Engine:
 
     def _drifts(self) -> bool:
         """Whether there is something that could go wrong over time."""
-        return bool(self.theta.names) and not (
-            isinstance(self.method, CustomStep) and self.method.episodic
-        )
+        episodic = isinstance(self.method, CustomStep) and self.method.episodic
+        return self._adapts and not episodic
+
+    @property
+    def _adapts(self) -> bool:
+        return bool(self.theta.names) or self.method.gradient_free
 
     @property
     def method(self) -> Method:
@@ -143,7 +146,17 @@ class Engine:
         self.source_predicted = weights is self.source or not self.learns
         moved = nullcontext() if weights is back else self.theta.at(weights, back)
         with self.counted_apart(), moved:
-            return self.predict(images, self.state.watched.running)
+            self.network.check_head(images)
+            logits = self.predict(images, self.state.watched.running)
+        if self.state.watched.source_predicts or not self.learns:
+            return logits
+        return self.method.answer(self._batch(images, logits), self.state.host, learned=False)
+
+    def shift(self) -> None:
+        """Give the model's classifier what the method adds to its logits, before it is given up."""
+        head, source = self.network.head, self.state.watched.source_predicts
+        if head and self.learns and not source:
+            head.add(self.method.shift(head.layer.weight.detach(), self.state.host))
 
     def counted_apart(self) -> AbstractContextManager[dict[str, int]]:
         """The rows that are passed inside are not counted in the state."""
@@ -159,7 +172,7 @@ class Engine:
     def learns(self) -> bool:
         """Whether the next batch is learned from."""
         watched = self.state.watched
-        return bool(self.theta.names) and not (watched.resting or watched.running)
+        return self._adapts and not (watched.resting or watched.running)
 
     @property
     def checks_pixels(self) -> bool:
@@ -175,8 +188,9 @@ class Engine:
         watched = replace(self.state.watched, events=list(self.state.watched.events))
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
         snapshots = self.watch.states if self.watch else ()
-        self.source_predicted = not self.learns
         try:
+            self._reset_in_time()
+            self.source_predicted = not self.learns
             logits = self._learned(images)
             if self.watch:
                 own, logits = logits, self.watch.see(images, logits)
@@ -186,7 +200,7 @@ class Engine:
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
             if not self._moves:
-                self._check_moves(before.counts)
+                self._moves = unmoved.check(self.theta, self.state.counts, before.counts)
         except BaseException as error:
             self.state, self.selected = before, None
             self.theta.write(before.theta)
@@ -197,6 +211,16 @@ class Engine:
         self.state.batches += 1
         return logits
 
+    def _reset_in_time(self) -> None:
+        """Restart from the source weights after every so many batches (RDumb)."""
+        if not self.reset_every or not self.state.batches or self.state.batches % self.reset_every:
+            return
+        self.state = self.state.restarted(self.source)
+        self.state.count(reset=1)
+        self.theta.write(self.source)
+        if self.watch:
+            self.watch.forget()
+
     def _learned(self, images: Tensor) -> Tensor:
         """Logits of a batch, once it is learned from."""
         if not self.learns:
@@ -204,6 +228,7 @@ class Engine:
             return self.predict(images, self.state.watched.running)
         if isinstance(self.method, CustomStep):
             return self.method.step(self, images)
+        self.network.check_head(images)
         if len(images):
             with self.execution.stepping(images):
                 return self._step(images)
@@ -216,10 +241,11 @@ class Engine:
         """The step of one batch; see the top of this file."""
         state = self.state
         placed, noise = self.execution.place(images), self._noise(images)
-        given = Given(placed, noise, state.host, state.plus, state.classes)
+        given = Given(placed, noise, state.host, state.plus, state.classes, self._views(images))
         rate = self.rate(self.group.rows(len(images))) * state.watched.scale
-        moving = Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
-        dense = self.coupled or state.share >= DENSE
+        lr = self.theta.rates(state.theta.new_full((), rate))
+        moving = Moving(state.theta, state.velocity, lr)
+        dense = bool(self.theta.names) and (self.coupled or state.share >= DENSE)
         seen = self.execution.see(given, moving, dense, partial(self._batch, images))
         terms, moved = seen.terms, seen.moved
         self.selected = terms.host.rows, terms.plus.rows
@@ -236,7 +262,7 @@ class Engine:
             self.theta.write(state.theta)
         if self.plus and seen.perturb:
             state.plus = self.plus.observe(seen.perturb, state.plus)
-        return terms.batch.logits
+        return self.method.answer(terms.batch, state.host, learned=True)
 
     def _learn(self, seen: Seen, images: Tensor, moving: Moving) -> Moved | None:
         """Learn from the selected rows, read from `images`; None: there are none."""
@@ -327,33 +353,18 @@ class Engine:
         draws = self.plus.draw(rows, channels, self.generator("plus"), device)
         return [part[here].to(device) for part in draws]  # one's own may be elsewhere
 
-    def _batch(self, images: Tensor, logits: Tensor) -> Batch:
-        """A batch as a method sees it."""
-        return Batch(images, logits, self.predict, self._seed("host"), self.group)
+    def _views(self, images: Tensor) -> list[Tensor]:
+        """The host's augmented views of these rows, from random draws that all ranks share."""
+        if not self.method.has_views:
+            return []
+        rng = Rng(self.generator("views", "cpu"), self.group.place(len(images)))
+        return [self.method.view(images, rng)]
 
-    def _check_moves(self, before: Mapping[str, int | Tensor]) -> None:
-        """Warn once of parameters that stay; waits for the device until a step has moved some."""
-        counts, names, unused = self.state.counts, self.theta.names, self.theta.unused or []
-        if all(counts.get(name, 0) == before.get(name, 0) for name in ("host", "plus")):
-            return
-        stepped, dropped = (int(counts.get(name, 0)) for name in ("stepped", "dropped"))
-        reached = len(unused) < len(names)
-        if not stepped and dropped < (FIRST if reached else 1):  # a black image may have none
-            return
-        self._moves = True
-        if stepped and not unused:
-            return
-        what = f"{len(unused)} of {len(names)} parameters that adapt will never move"
-        why, which = "no gradient reaches them", unused
-        if reached and not stepped:
-            what = f"the first {dropped} steps moved nothing"
-            why, which = "the gradient of what adapts is zero or not finite", names
-        warnings.warn(
-            f"{what}: {why} ({listed(which, 4)}). Choose others by params=[...]; of a quantised "
-            f"model adapt the float one, and quantise what unwrap() returns.",
-            RuntimeWarning,
-            stacklevel=7,
-        )
+    def _batch(self, images: Tensor, logits: Tensor, features: Sequence[Tensor] = ()) -> Batch:
+        """A batch as a method sees it."""
+        seed, group = self._seed("host"), self.group
+        head, real = self.network.head, group.real
+        return Batch(images, logits, self.predict, seed, group, features, head, real)
 
     # -- where it is --------------------------------------------------------------------------
 
@@ -365,17 +376,13 @@ class Engine:
 
     def move(self) -> None:
         """Follow the model to another device."""
-        here, state, functions = self.device, self.state, self.functions
+        here, functions = self.device, self.functions
         functions.source = functions.source.to(here)
+        self.theta.move(here)
         functions.fisher = None if functions.fisher is None else functions.fisher.to(here)
-        state.theta, state.velocity = state.theta.to(here), state.velocity.to(here)
-        state.host = {name: tensor.to(here) for name, tensor in state.host.items()}
-        state.plus = {name: tensor.to(here) for name, tensor in state.plus.items()}
-        state.classes = {name: tensor.to(here) for name, tensor in state.classes.items()}
-        state.guard = {name: tensor.to(here) for name, tensor in state.guard.items()}
+        self.state.move(here)
         if self.watch:
             self.watch.forget()
-        state.counts = {name: int(number) for name, number in state.counts.items()}
         self.execution.forget()
 
     def close(self) -> None:

@@ -17,6 +17,8 @@ from fata.distributed.ranks import SINGLE, Ranks
 from fata.engine.state import Pass
 from fata.methods.base import Method
 from fata.methods.fata import Fata, Perturb
+from fata.methods.feature import FeatureMethod
+from fata.network.head import Head
 from fata.network.logits import logits_of
 from fata.network.norms import BatchStatistics, batch_norms, spare_group_norms
 from fata.network.tap import Tap
@@ -27,7 +29,7 @@ class Network:
 
     Args:
         model: maps images to logits.
-        method: says which statistics BatchNorm uses.
+        method: says which statistics BatchNorm uses, and whether it needs the classifier.
         plus: FATA, whose layer is tapped; or None.
         count: is told the rows of every pass.
     """
@@ -37,6 +39,7 @@ class Network:
     ) -> None:
         self.model, self._count = model, count
         self.tap = Tap(model, plus.layer, self._call) if plus else None
+        self.head = Head(model, method.head) if isinstance(method, FeatureMethod) else None
         self.coupled = bool(batch_norms(model)) and method.batch_statistics
         self.joint = self.coupled and plus is not None and plus.bn_stats == "joint"
         self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
@@ -65,29 +68,45 @@ class Network:
         if not len(images):
             with self.group.standing_in():
                 return self.forward(stand_in(images))[:0]
+        return self.featured(images).logits
+
+    def featured(self, images: Tensor) -> Pass:
+        """The same, with the penultimate feature where the method needs it."""
         self.passed(rows_forward=len(images))
-        return logits_of(self._call(images), len(images))
+        logits = logits_of(self._call(images), len(images))
+        return Pass(logits, features=self._features(len(images)))
 
     def tapped(self, images: Tensor, perturbation: Callable[[Tensor], Perturb]) -> Pass:
         """A pass that also knows z's perturbation and, where gradients flow, the tail behind it."""
         if self.tap is None:
-            return Pass(self.forward(images))
+            return self.featured(images)
         rows = len(images)
         self.passed(rows_forward=rows)
         tail = self.joint or torch.is_grad_enabled()
         recording = self.tap.record(images) if tail else self.tap.feature(images)
-        z = recording.z
+        z, features = recording.z, self._features(rows)
         perturb = perturbation(z)
         if self.joint:
             self.passed(rows_tail=2 * rows)
             both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
-            return Pass(both[:rows], lambda: both[rows:], perturb)
+            return Pass(both[:rows], lambda: both[rows:], perturb, self._features(rows))
 
         def augmented() -> Tensor:
             self.passed(rows_tail=rows)
-            return logits_of(recording.tail(perturb(z)), rows)
+            logits = logits_of(recording.tail(perturb(z)), rows)
+            self._features(rows)  # of z', which nobody asks for
+            return logits
 
-        return Pass(logits_of(recording.output, rows), augmented, perturb)
+        return Pass(logits_of(recording.output, rows), augmented, perturb, features)
+
+    def check_head(self, images: Tensor) -> None:
+        """At the first batch: raise if the method's classifier is not the model's."""
+        if self.head:
+            self.head.check(self._call, images)
+
+    def _features(self, rows: int) -> list[Tensor]:
+        """The penultimate feature of the last pass, of its first rows."""
+        return [self.head.take()[:rows]] if self.head else []
 
     def passed(self, **rows: int) -> None:
         """Count rows of a pass."""
@@ -137,6 +156,8 @@ class Network:
             self.statistics.remove()
         for handle in self._spared:
             handle.remove()
+        if self.head:
+            self.head.remove()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -173,6 +194,8 @@ class Network:
         return self._output(images.clone() if self._overwrites else images)
 
     def _output(self, images: Tensor) -> Any:
+        if self.head:
+            self.head.forget()
         try:
             return self.model(images)
         except BaseException:

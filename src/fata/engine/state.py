@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fata.guard.events import Watched
@@ -35,10 +36,30 @@ class State:
         for name, number in more.items():
             self.counts[name] = self.counts.get(name, 0) + number
 
+    def move(self, device: torch.device) -> None:
+        """Follow the model to another device."""
+        self.theta, self.velocity = self.theta.to(device), self.velocity.to(device)
+        for name in ("host", "plus", "classes", "guard"):
+            memory: Memory = getattr(self, name)
+            setattr(self, name, {at: tensor.to(device) for at, tensor in memory.items()})
+        self.counts = {name: int(number) for name, number in self.counts.items()}
+
+    def restarted(self, source: Tensor) -> State:
+        """As before the first batch; random draws, counters and the guard's events go on."""
+        return State(
+            source,
+            torch.zeros_like(source),
+            self.seed,
+            batches=self.batches,
+            share=self.share,
+            counts=self.counts,
+            watched=Watched(events=self.watched.events),
+        )
+
     def summary(self, host: str, plus: bool) -> dict[str, Any]:
         """The counters as plain numbers; waits for the device."""
         counts = {name: int(number) for name, number in self.counts.items()}
-        names = ("seen", "not_finite", "stepped", "dropped", "recovered")
+        names = ("seen", "not_finite", "stepped", "dropped", "recovered", "reset")
         rows = ("rows_forward", "rows_tail", "rows_backward", "rows_source")
         selected = {host: counts.get("host", 0)}
         if plus:
@@ -57,6 +78,7 @@ class Pass:
     logits: Tensor
     augmented: Callable[[], Tensor] | None = None
     perturb: Perturb | None = None
+    features: Sequence[Tensor] = ()  # the penultimate one, for a method that needs it, or none
 
 
 @dataclass(frozen=True)
@@ -67,11 +89,12 @@ class Terms:
     host: Selection
     plus: Selection
     mean_probs: Sequence[Tensor] = ()  # one where a term is balanced over the classes, or none
+    views: Sequence[Tensor] = ()  # augmented images, if the host has views, or none
 
     def at(self, index: Tensor) -> Terms:
         """The same, of the rows `index` only."""
         batch, host, plus = self.batch.at(index), self.host.at(index), self.plus.at(index)
-        return Terms(batch, host, plus, self.mean_probs)
+        return Terms(batch, host, plus, self.mean_probs, [view[index] for view in self.views])
 
     def among(self, rows: Tensor) -> Terms:
         """What is selected here and also true in `rows`."""
@@ -86,6 +109,7 @@ class Given(NamedTuple):
     host: Memory
     plus: Memory
     classes: Memory
+    views: Sequence[Tensor] = ()  # augmented images, or nothing
 
 
 class Rows(NamedTuple):
@@ -100,7 +124,7 @@ class Moving(NamedTuple):
 
     theta: Tensor
     velocity: Tensor
-    lr: Tensor
+    lr: Tensor  # one for all, or one for each
 
 
 class Moved(NamedTuple):

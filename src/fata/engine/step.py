@@ -24,9 +24,9 @@ from torch import Tensor
 
 from fata.engine.network import Network, stand_in
 from fata.engine.state import Given, Moved, Moving, Pass, Rows, Terms
-from fata.engine.updates import ascend, guarded_sgd
+from fata.engine.updates import ascend, ensemble, guarded_sgd
 from fata.methods.balance import mean_prediction, rarity
-from fata.methods.base import Batch, Memory, Method
+from fata.methods.base import Batch, Memory, Method, Outputs
 from fata.methods.fata import Fata, Perturb
 from fata.methods.losses import weighted_mean
 from fata.methods.selection import Selection
@@ -73,7 +73,7 @@ class Step:
         host = self.method.select(batch, given.host)
         plus = self.plus.select(batch) if self.plus else Selection.none(batch.entropy)
         means = [mean_prediction(batch, given.classes)] if self.balanced else []
-        return Terms(batch, host, plus, means).among(batch.finite)
+        return Terms(batch, host, plus, means, given.views).among(batch.finite)
 
     def climb(self, here: Pass, at: Terms, theta: Tensor) -> tuple[Tensor]:
         """SAM's ascent point, by the host's loss alone."""
@@ -97,7 +97,11 @@ class Step:
         """
         gradient = self._gradient(here, at) + self._regulariser(moving.theta)
         some = self.network.group.sum((at.host.rows | at.plus.rows).sum()) > 0
-        update = guarded_sgd(moving.theta, moving.velocity, gradient, moving.lr, some)
+        update = guarded_sgd(
+            moving.theta, moving.velocity, gradient, moving.lr, some, self.method.nesterov
+        )
+        if self.method.source_share:
+            update = ensemble(update, self.source, self.method.source_share)
         host = self.method.observe(seen.batch, seen.host, memory)
         return Moved(update.theta, update.velocity, host, update.stepped, update.dropped)
 
@@ -128,20 +132,30 @@ class Step:
             if perturb:
                 one = perturb[0].at(rows.positions)
                 return self.network.tapped(at.batch.images, lambda _: one), at
-            return Pass(self.network.forward(at.batch.images)), at
+            return self.network.featured(at.batch.images), at
 
     def _gradient(self, here: Pass, at: Terms) -> Tensor:
         """Gradient of the sum of the terms' weighted means."""
         group = self.network.group
         self.network.passed(rows_backward=len(here.logits))
         rare = rarity(at.batch, *at.mean_probs) if at.mean_probs else None
-        rows, counted = self.method.loss(here.logits), rare if self.method.balance else None
-        loss = weighted_mean(rows, at.host, group, counted)
+        rows = self.method.row_loss(self._outputs(here, at))
+        loss = weighted_mean(rows, at.host, group, rare if self.method.balance else None)
         if self.plus and here.augmented:
             rows = self.plus.row_loss(here.augmented(), here.logits, at.batch)
             counted = rare if self.plus.balance else None
             loss = loss + weighted_mean(rows, at.plus, group, counted)
         return group.sum(self.theta.gradient(loss))
+
+    def _outputs(self, here: Pass, at: Terms) -> Outputs:
+        """What the host's loss sees; views are passed with the statistics of the rows it has."""
+        views = []
+        for images in at.views:
+            self.network.passed(rows_backward=len(images))
+            with torch.enable_grad(), self.network.statistics_of(at.host.rows):
+                views.append(self.network.forward(images))
+        learned = self.theta.beside
+        return Outputs(here.logits, here.features, self.network.head, learned, views)
 
     def _regulariser(self, theta: Tensor) -> Tensor:
         with torch.enable_grad():

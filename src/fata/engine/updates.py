@@ -50,6 +50,12 @@ def guarded_sgd(
     return Update(theta, velocity, moves.long(), (some & ~moves).long())
 
 
+def ensemble(update: Update, source: Tensor, share: float) -> Update:
+    """Parameters that have moved, averaged with the source weights; momentum stays."""
+    back = torch.lerp(update.theta, source, share)
+    return update._replace(theta=torch.where(update.stepped > 0, back, update.theta))
+
+
 def ascend(theta: Tensor, gradient: Tensor, rho: float) -> Tensor:
     """SAM's ascent point, theta + rho g / |g|; theta itself if that is not finite."""
     norm: Tensor = torch.linalg.vector_norm(gradient)

@@ -15,9 +15,13 @@ from fata.methods.eata import Eata
 from fata.methods.external import external
 from fata.methods.fata import Fata
 from fata.methods.memo import Memo
+from fata.methods.nctta import Nctta
+from fata.methods.neo import Neo
+from fata.methods.roid import Roid
 from fata.methods.sar import Sar
 from fata.methods.source import Norm, Source
 from fata.methods.tent import Tent
+from fata.methods.zerosiam import Zerosiam
 
 __all__ = [
     "HOSTS",
@@ -27,19 +31,33 @@ __all__ = [
     "Deyo",
     "Eata",
     "Memo",
+    "Nctta",
+    "Neo",
     "Norm",
+    "Roid",
     "Sar",
     "Source",
     "Tent",
+    "Zerosiam",
     "describe",
     "parse",
     "spec_of",
 ]
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (Source, Norm, Tent, Eata, Sar, Deyo, Cotta, Memo)
+    method.name: method
+    for method in (Source, Norm, Tent, Eata, Sar, Deyo, Roid, Zerosiam, Nctta, Neo, Cotta, Memo)
 }
-HOSTS = ("tent", "eata", "sar", "deyo")  # those that FATA adds to
+HOSTS = (
+    "tent",
+    "eata",
+    "sar",
+    "deyo",
+    "roid",
+    "zerosiam",
+    "nctta",
+    "neo",
+)  # those that FATA adds to
 SPECS = (*METHODS, "fata", *(f"{host}+fata" for host in HOSTS))
 
 

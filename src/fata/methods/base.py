@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import ClassVar, Protocol
@@ -14,7 +14,9 @@ from torch import Tensor
 
 from fata.distributed.ranks import SINGLE, Ranks
 from fata.methods.losses import entropy
+from fata.methods.pixels import Rng
 from fata.methods.selection import Selection
+from fata.network.head import Head
 from fata.network.parameters import Theta
 
 Memory = dict[str, Tensor]
@@ -34,6 +36,9 @@ class Batch:
     predict: Callable[[Tensor], Tensor]  # logits of other images, same weights, no gradient
     seed: int | None  # for this method's random draws on this batch; None: it must not draw
     group: Ranks = SINGLE  # who has the batch's other rows
+    features: Sequence[Tensor] = ()  # z, (B, D), for a method of the penultimate feature
+    head: Head | None = None  # which z goes through, likewise
+    real: bool = True  # false for the stand-in of a rank without rows
 
     @property
     def classes(self) -> int:
@@ -54,7 +59,7 @@ class Batch:
     def finite(self) -> Tensor:
         """Rows whose logits are all finite, or -inf for a class that is left out."""
         finite = self.entropy.isfinite()
-        return finite if self.group.real else torch.zeros_like(finite)
+        return finite if self.real else torch.zeros_like(finite)
 
     @cached_property
     def pseudo_label(self) -> Tensor:
@@ -70,7 +75,20 @@ class Batch:
 
     def at(self, index: Tensor) -> Batch:
         """The same pass, of the rows `index` only."""
-        return dataclasses.replace(self, images=self.images[index], logits=self.logits[index])
+        features = [feature[index] for feature in self.features]
+        images, logits = self.images[index], self.logits[index]
+        return dataclasses.replace(self, images=images, logits=logits, features=features)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+    """What a pass with gradient gave of some rows: all that a loss may use."""
+
+    logits: Tensor
+    features: Sequence[Tensor] = ()  # z, for a method of the penultimate feature
+    head: Head | None = None  # which z goes through, likewise
+    learned: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # of `Method.modules`
+    views: Sequence[Tensor] = ()  # logits of the rows' augmented views, if the method has them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +108,9 @@ class Method:
     params: ClassVar[str | None] = "norm-truncated"  # None: nothing adapts
     batch_statistics: ClassVar[bool] = True  # BatchNorm on the batch at hand; else running ones
     select_runs_model: ClassVar[bool] = False  # or draws random numbers, or waits for values
+    gradient_free: ClassVar[bool] = False  # learns by `observe` alone, also without parameters
+    nesterov: ClassVar[bool] = False  # the momentum of SGD
+    has_views: ClassVar[bool] = False  # the loss compares rows with augmented views of them
 
     def __post_init__(self) -> None:
         """Raise for fields out of range."""
@@ -109,6 +130,11 @@ class Method:
         """Whether the regulariser weighs parameters by their Fisher information."""
         return False
 
+    @property
+    def source_share(self) -> float:
+        """How far the parameters return to the source weights after each step, in [0, 1]."""
+        return 0.0
+
     def select(self, batch: Batch, memory: Memory) -> Selection:
         """Rows to learn from and their weights."""
         raise NotImplementedError(f"{type(self).__name__} must say which rows it selects")
@@ -116,6 +142,32 @@ class Method:
     def loss(self, logits: Tensor) -> Tensor:
         """What to minimise on each row."""
         return entropy(logits)
+
+    def row_loss(self, outputs: Outputs) -> Tensor:
+        """The same, for a method that needs more than the logits."""
+        return self.loss(outputs.logits)
+
+    def view(self, images: Tensor, rng: Rng) -> Tensor:
+        """Augmented views of a batch's images, one a row, if the method `has_views`."""
+        raise NotImplementedError(f"{type(self).__name__} must say what its views are")
+
+    def modules(self, width: int) -> dict[str, Tensor]:
+        """Tensors that are learned beside the network, as they start; `width` is that of z."""
+        return {}
+
+    def modules_rate(self, vit: bool) -> float:
+        """Their learning rate, in units of that of the network's parameters."""
+        return 1.0
+
+    def answer(self, batch: Batch, memory: Memory, learned: bool) -> Tensor:
+        """The logits to return, from a memory that has seen the batch; `learned`: not frozen."""
+        if batch.head is None or (shift := self.shift(batch.head.weight, memory)) is None:
+            return batch.logits
+        return batch.logits + shift.to(batch.logits)
+
+    def shift(self, weight: Tensor, memory: Memory) -> Tensor | None:
+        """What is added to all logits, by the classifier's W; a plain model has it in its bias."""
+        return None
 
     def regulariser(self, theta: Tensor, source: Tensor, fisher: Tensor | None) -> Tensor | None:
         """A penalty on the parameters, added to the loss of every step that is taken."""

@@ -21,6 +21,18 @@ def soft_cross_entropy(logits: Tensor, target_logits: Tensor) -> Tensor:
     return -(target_logits.softmax(1) * _log_probs(logits)).sum(1)
 
 
+def divergence(logits: Tensor, other: Tensor) -> Tensor:
+    """KL(p || q) of each row, of the softmax of `logits` and of `other`; gradient to both."""
+    log_probs = _log_probs(logits)
+    return (log_probs.exp() * (log_probs - _log_probs(other))).sum(1)
+
+
+def likelihood_ratio(logits: Tensor) -> Tensor:
+    """-sum_c a_c ln(a_c / (1 - a_c) + 1e-5) of each row, a = min(p, 0.99) (ROID)."""
+    probs = logits.softmax(1).clamp(max=0.99)
+    return -(probs * (probs / (1 - probs) + 1e-5).log()).sum(1)
+
+
 def marginal_entropy(logits: Tensor) -> Tensor:
     """Entropy of the mean prediction of all rows (MEMO), in log space; a scalar."""
     log_mean = _log_probs(logits).logsumexp(0) - torch.tensor(len(logits)).log()

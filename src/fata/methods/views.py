@@ -1,4 +1,4 @@
-"""Augmented views of images for CoTTA and MEMO, on tensors and from a generator of their own."""
+"""Augmented views of images for CoTTA, ROID and MEMO, on tensors, from a generator of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ try:
     from torchvision.transforms.v2 import functional as T
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "the views of CoTTA and MEMO need torchvision: pip install fata[zoo], or give "
+        "the views of CoTTA, ROID and MEMO need torchvision: pip install fata[zoo], or give "
         "augment=... of your own",
         name=error.name,
     ) from error
@@ -22,11 +22,29 @@ except ModuleNotFoundError as error:
 
 def cotta_view(pixels: Tensor, rng: Rng) -> Tensor:
     """CoTTA's augmentation of a batch in [0, 1]: the same random parameters for the whole batch."""
-    x: Tensor = _jitter(pixels, rng)
+    height, width = pixels.shape[-2:]
+    x = _moved(_jitter(pixels, rng), rng, "edge")
+    x = T.gaussian_blur(x, [5, 5], [rng.uniform(0.001, 0.5)])
+    x = T.center_crop(x, [height, width])
+    x = T.horizontal_flip(x) if rng.coin() else x
+    return torch.clamp(x + 0.005 * rng.normal(x), 0, 1)
+
+
+def roid_view(pixels: Tensor, rng: Rng) -> Tensor:
+    """ROID's: CoTTA's without blur and noise, and with reflected borders."""
+    height, width = pixels.shape[-2:]
+    x: Tensor = _moved(_jitter(pixels, rng), rng, "reflect")
+    x = T.center_crop(x, [height, width])
+    x = T.horizontal_flip(x) if rng.coin() else x
+    return x.clamp(0, 1)
+
+
+def _moved(x: Tensor, rng: Rng, border: str) -> Tensor:
+    """Padded by half of the side, then turned, shifted and scaled a little."""
     height, width = x.shape[-2:]
-    x = T.pad(x, [width // 2, height // 2], padding_mode="edge")
+    x = T.pad(x, [width // 2, height // 2], padding_mode=border)
     shift = [rng.uniform(-1 / 16, 1 / 16) * side for side in (x.shape[-1], x.shape[-2])]
-    x = T.affine(
+    moved: Tensor = T.affine(
         x,
         angle=rng.uniform(-15, 15),
         translate=[round(s) for s in shift],
@@ -34,10 +52,7 @@ def cotta_view(pixels: Tensor, rng: Rng) -> Tensor:
         shear=[0.0, 0.0],
         interpolation=InterpolationMode.BILINEAR,
     )
-    x = T.gaussian_blur(x, [5, 5], [rng.uniform(0.001, 0.5)])
-    x = T.center_crop(x, [height, width])
-    x = T.horizontal_flip(x) if rng.coin() else x
-    return torch.clamp(x + 0.005 * rng.normal(x), 0, 1)
+    return moved
 
 
 def _jitter(x: Tensor, rng: Rng) -> Tensor:

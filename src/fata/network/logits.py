@@ -45,18 +45,23 @@ def restrict(model: nn.Module, classes: Sequence[int]) -> RemovableHandle:
 
     Its modules and parameters keep their names. `remove()` on what is returned undoes it.
     """
-    return model.register_forward_hook(_Columns(classes))
+    return model.register_forward_hook(Columns(classes))
 
 
-class _Columns:
+class Columns:
     """A forward hook that keeps some columns of the logits."""
 
     def __init__(self, classes: Sequence[int]) -> None:
         self._classes, self._index = list(classes), torch.empty(0)
 
     def __call__(self, model: nn.Module, given: tuple[Tensor, ...], output: Any) -> Tensor:
+        """The logits of the kept classes."""
         logits = logits_of(output, len(given[0]))
-        if self._index.is_floating_point() or self._index.device != logits.device:
+        return logits.index_select(1, self.index(logits.device))
+
+    def index(self, device: torch.device) -> Tensor:
+        """Which columns are kept."""
+        if self._index.is_floating_point() or self._index.device != device:
             with torch.inference_mode(False):  # once: a copy in every pass would wait
-                self._index = torch.tensor(self._classes, device=logits.device)
-        return logits.index_select(1, self._index)
+                self._index = torch.tensor(self._classes, device=device)
+        return self._index

@@ -169,7 +169,7 @@ class BatchStatistics:
         batch_var, batch_mean, values = (
             self._ranks.moments(wide, axes)
             if self._rows is None
-            else _moments(wide, axes, self._rows)
+            else self._ranks.pooled(*_moments(wide, axes, self._rows))
         )
         if mean is not None and var is not None:
             batch_mean = torch.where(values > 1, batch_mean, mean)
@@ -213,8 +213,9 @@ def _moments(x: Tensor, axes: list[int], rows: Tensor) -> tuple[Tensor, Tensor, 
     rows = rows.repeat(len(x) // len(rows))  # clean and augmented ones share a pass
     weight = rows.view(-1, *[1] * (x.ndim - 1)).to(x.dtype)
     values = weight.sum() * x[0, 0].numel()
-    mean = (weight * x).sum(axes, keepdim=True) / values
-    var = (weight * (x - mean).square()).sum(axes) / values
+    some = values.clamp(min=1)  # a rank may have none
+    mean = (weight * x).sum(axes, keepdim=True) / some
+    var = (weight * (x - mean).square()).sum(axes) / some
     return var, mean.flatten(), values
 
 

@@ -80,15 +80,42 @@ class Theta:
 
     The vector is the truth and the model a copy of it: a half-precision model would lose small
     steps, SAM comes back from its climb bit for bit, and a snapshot is one tensor.
+
+    Args:
+        named: the model's parameters that adapt.
+        beside: others that are learned with them and are no part of the model.
+        beside_rate: their learning rate, in units of that of the model's.
     """
 
-    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
-        self.names = list(named)
-        self.parameters: list[Tensor] = list(named.values())
+    def __init__(
+        self,
+        named: Mapping[str, nn.Parameter],
+        beside: Mapping[str, nn.Parameter] | None = None,
+        beside_rate: float = 1.0,
+    ) -> None:
+        self.beside, self._beside_rate = dict(beside or {}), beside_rate
+        self.model_names = list(named)
+        # No module's name has a colon.
+        self.names = [*named, *(f"beside:{name}" for name in self.beside)]
+        self.parameters: list[Tensor] = [*named.values(), *self.beside.values()]
         self.sizes = [p.numel() for p in self.parameters]
         wide = any(p.dtype == torch.float64 for p in self.parameters)
         self.dtype = torch.float64 if wide else torch.float32
         self.unused: list[str] | None = None  # not reached by the first gradient; None: none yet
+
+    def rates(self, lr: Tensor) -> Tensor:
+        """The learning rate of each number of the vector, or of all, where they have one."""
+        if not self.beside:
+            return lr
+        inside = sum(self.sizes[: len(self.model_names)])
+        factors = lr.new_ones(sum(self.sizes))
+        factors[inside:] = self._beside_rate
+        return lr * factors
+
+    def move(self, device: torch.device) -> None:
+        """Follow the model to another device."""
+        for parameter in self.beside.values():
+            parameter.data = parameter.data.to(device)
 
     def read(self) -> Tensor:
         """The vector that the model holds now."""

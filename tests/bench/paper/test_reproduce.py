@@ -353,6 +353,10 @@ def test_hyperparameters_are_our_defaults():
     result = reproduce("hyperparameters")
     assert result.exit_code == 0
     assert re.search(r"rate at 1 +0\.00025 +0\.00025", result.output)
+    said = " ".join(result.output.split())
+    assert "zerosiam, not in the paper: rate ResNet 0.0025 at 64 and 0.00015625 at 1" in said
+    assert "roid, not in the paper" in said
+    assert "ImageNet-C in sequence, ResNet-50, Swin-B and ViT-B/16" in said
 
 
 # -- the command --------------------------------------------------------------------------------

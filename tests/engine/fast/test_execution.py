@@ -783,12 +783,12 @@ def test_trees_are_flattened_and_rebuilt():
         ((replace(perturb, delta=c.double()), {}, []), None),
         ((replace(perturb, delta=c[:1]), {}, []), None),
         (
-            (Terms(trees.batch_of(a, b), some, some, [d]), Moving(a, b, c)),
-            [a, b, some.rows, c, some.rows, c, d, a, b, c],
+            (Terms(trees.batch_of(a, b, [e], None), some, some, [d], [a]), Moving(a, b, c)),
+            [a, b, e, some.rows, c, some.rows, c, d, a, a, b, c],
         ),
         (
-            fast.Outcome(a, b, c, some, some, [d], [perturb]),
-            [a, b, c, *[some.rows, c] * 2, d, a, b, c],
+            fast.Outcome(a, b, c, some, some, [d], [perturb], [e]),
+            [a, b, c, *[some.rows, c] * 2, d, a, b, c, e],
         ),
     ]
     signatures = set()

@@ -20,8 +20,8 @@ from fata.bench.run.runner import CellRunner
 from fata.bench.store import Record, Store
 from fata.data import open as open_data
 from fata.data import stream
-from fata.engine.rates import rate
-from fata.methods import Tent
+from fata.engine.rates import PUBLISHED, rate
+from fata.methods import METHODS, Tent
 from fata.methods.fata import Fata
 from fata.network.structure import trunk
 from fata.zoo import mini
@@ -81,7 +81,19 @@ def hyperparameters() -> SideBySide:
         name: {c: Pair(row[c], ours[c][name], form=PLAIN) for c in numbers.columns}
         for name, row in numbers.rows.items()
     }
-    return SideBySide(f"hyperparameters: {numbers.caption}", numbers.columns, rows, numbers.notes)
+    notes = (*numbers.notes, *(_published(name) for name in PUBLISHED))
+    return SideBySide(f"hyperparameters: {numbers.caption}", numbers.columns, rows, notes)
+
+
+def _published(name: str) -> str:
+    """The learning rates of a method that the paper does not have."""
+    kinds = (("ResNet", False), ("ViT", True))
+    rates = (
+        f"{kind} {rate('paper', METHODS[name](), vit, 64):g} at 64 and "
+        f"{rate('paper', METHODS[name](), vit, 1):g} at 1"
+        for kind, vit in kinds
+    )
+    return f"{name}, not in the paper: rate {', '.join(rates)} ({PUBLISHED[name].protocol})."
 
 
 def _gmacs(one: Experiment, plan: Plan, runner: CellRunner) -> dict[str, float]:

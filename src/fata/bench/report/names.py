@@ -43,6 +43,7 @@ def _host_settings(protocol: Mapping[str, Any]) -> dict[str, Any]:
         "params": protocol.get("params"),
         "batch_size": protocol["batch_size"],
         "window": protocol.get("window"),
+        "reset_every": protocol.get("reset_every"),
         "speed": protocol.get("speed", "exact"),
         "guard": bool(protocol.get("guard")),
         "fisher": protocol.get("fisher"),

@@ -46,9 +46,11 @@ def _stream(records: Iterable[Record]) -> str:
 
     seeds = _each(records, lambda r: r.protocol["seed"])
     guard = _each(records, lambda r: "on" if r.protocol.get("guard") else "off")
+    resets = {r.protocol["reset_every"] for r in records if r.protocol.get("reset_every")}
+    reset = f"; reset after every {', '.join(map(str, sorted(resets)))} batches" if resets else ""
     return (
         f"{_each(records, lambda r: format(r.result['rows'], ','))} images a stream, batches of "
-        f"{_each(records, batch)}, seed {seeds}; guard {guard}; speed "
+        f"{_each(records, batch)}, seed {seeds}; guard {guard}{reset}; speed "
         f"{_each(records, lambda r: r.protocol.get('speed', 'exact'))}."
     )
 

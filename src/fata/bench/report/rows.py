@@ -13,7 +13,8 @@ from fata.bench.store import Record
 
 COLUMNS = (
     *("model", "data", "scenario", "severity", "domain", "method", "seed", "accuracy", "mark"),
-    *("lr", "lr_origin", "batch_size", "window", "guard", "speed", "fisher", "fata", "spec"),
+    *("lr", "lr_origin", "batch_size", "window", "reset_every", "guard", "speed", "fisher"),
+    *("fata", "spec"),
     *("settings", "images", "calibration_error", "seconds", "images_per_second", "selected"),
     *("selected_fata", "stepped", "recovered", "collapsed_at", "peak_memory", "weights", "torch"),
     *("device", "finished", "key"),
@@ -57,6 +58,7 @@ def _row(table: Comparison, record: Record, name: str, mark: str) -> dict[str, A
         "lr_origin": result.get("lr_origin"),
         "batch_size": protocol["batch_size"],
         "window": protocol.get("window"),
+        "reset_every": protocol.get("reset_every"),
         "guard": bool(protocol.get("guard")),
         "speed": protocol.get("speed", "exact"),
         "fisher": protocol.get("fisher"),

@@ -166,6 +166,7 @@ class CellRunner:
             cell.method,
             settings,
             cell.guard,
+            cell.reset_every,
             clean.spec if clean is not None else None,
             data.mask,
         )

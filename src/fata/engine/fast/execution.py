@@ -57,6 +57,7 @@ class Outcome(NamedTuple):
     plus: Selection
     mean_probs: Sequence[Tensor]  # one, or none
     perturb: Sequence[Perturb]  # likewise
+    features: Sequence[Tensor]  # likewise
 
 
 @dataclass
@@ -156,7 +157,11 @@ class Fast(Direct):
         return self._inputs.put(images, self._large) if captured else images
 
     def see(
-        self, given: Given, moving: Moving, dense: bool, batch: Callable[[Tensor], Batch]
+        self,
+        given: Given,
+        moving: Moving,
+        dense: bool,
+        batch: Callable[[Tensor, Sequence[Tensor]], Batch],
     ) -> Seen:
         """The first pass; with all that follows, where all rows learn."""
         if self._directly:
@@ -173,7 +178,8 @@ class Fast(Direct):
             moved, outcome = self._captured("whole", self._whole, given, moving, moves=True)
             if fine and not fine.read():  # known while the capture still runs
                 raise NotFiniteError
-        terms = Terms(batch(outcome.logits), outcome.host, outcome.plus, outcome.mean_probs)
+        shown = batch(outcome.logits, outcome.features)
+        terms = Terms(shown, outcome.host, outcome.plus, outcome.mean_probs, given.views)
         if method.select_runs_model:
             terms = self.step.select(terms.batch, given)
         perturb = outcome.perturb[0] if outcome.perturb else None
@@ -214,10 +220,11 @@ class Fast(Direct):
     def _first(self, given: Given) -> tuple[Pass, Terms]:
         """A pass over the batch, and what is selected of it; nothing yet if that runs the model."""
         first = self.step.first(given)
-        batch = batch_of(given.images, first.logits.detach())
+        features = [feature.detach() for feature in first.features]
+        batch = batch_of(given.images, first.logits.detach(), features, self.network.head)
         if self.step.method.select_runs_model:
             nothing = Selection.none(batch.entropy)
-            return first, Terms(batch, nothing, nothing)
+            return first, Terms(batch, nothing, nothing, views=given.views)
         return first, self.step.select(batch, given)
 
     # -- padding ------------------------------------------------------------------------------
@@ -321,5 +328,13 @@ class Fast(Direct):
 def _outcome(first: Pass, terms: Terms) -> Outcome:
     perturb = [first.perturb] if first.perturb else []
     batch, pixels = terms.batch, terms.batch.images.isfinite().all()
-    means = terms.mean_probs
-    return Outcome(batch.logits, batch.finite, pixels, terms.host, terms.plus, means, perturb)
+    return Outcome(
+        batch.logits,
+        batch.finite,
+        pixels,
+        terms.host,
+        terms.plus,
+        terms.mean_probs,
+        perturb,
+        batch.features,
+    )

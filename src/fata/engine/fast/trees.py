@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any
 
 from torch import Tensor
 
+from fata.distributed.ranks import SINGLE
 from fata.engine.state import Terms
 from fata.methods.base import SELECTS_ALONE, Batch
 from fata.methods.fata import Perturb
 from fata.methods.selection import Selection
+from fata.network.head import Head
 
 
-def batch_of(images: Tensor, logits: Tensor) -> Batch:
+def batch_of(
+    images: Tensor, logits: Tensor, features: Sequence[Tensor], head: Head | None
+) -> Batch:
     """A batch as a captured function may see it: no other images, no random draws."""
 
     def predict(images: Tensor) -> Tensor:
         raise RuntimeError(SELECTS_ALONE)
 
-    return Batch(images, logits, predict, None)
+    return Batch(images, logits, predict, None, SINGLE, features, head)
 
 
 # What else than tuples, lists and dicts holds tensors: its parts and what is fixed in it, and back.
@@ -30,9 +34,12 @@ NODES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda p: ([p.alpha, p.beta, p.delta], (p.axis, p.single)),
         lambda parts, fixed: Perturb(*parts, *fixed),
     ),
-    Batch: (lambda b: ([b.images, b.logits], None), lambda parts, _: batch_of(*parts)),
+    Batch: (
+        lambda b: ([b.images, b.logits, b.features], b.head),
+        lambda parts, head: batch_of(parts[0], parts[1], parts[2], head),
+    ),
     Terms: (
-        lambda t: ([t.batch, t.host, t.plus, t.mean_probs], None),
+        lambda t: ([t.batch, t.host, t.plus, t.mean_probs, t.views], None),
         lambda parts, _: Terms(*parts),
     ),
 }

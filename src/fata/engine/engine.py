@@ -285,6 +285,8 @@ class Engine:
             rows = torch.ones_like(chosen[0]) if self.coupled else chosen.any(0)
             return self._descend(seen, rows, plus, moving)
         first = seen.first if plus else replace(seen.first, augmented=None)
+        if chosen[1].any() and not chosen[1].all() and not self.coupled:
+            first = replace(first, tail=chosen[1].nonzero()[:, 0].to(self.device))
         given = first, terms, terms, self.state.host, moving
         moved: Moved = self.execution.run("descend", self.functions.descend, *given, moves=True)
         return moved

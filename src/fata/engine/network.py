@@ -89,11 +89,12 @@ class Network:
         if self.joint:
             self.passed(rows_tail=2 * rows)
             both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
-            return Pass(both[:rows], lambda: both[rows:], perturb, self._features(rows))
+            return Pass(both[:rows], lambda _: both[rows:], perturb, self._features(rows))
 
-        def augmented() -> Tensor:
-            self.passed(rows_tail=rows)
-            logits = logits_of(recording.tail(perturb(z)), rows)
+        def augmented(some: Tensor | None) -> Tensor:
+            perturbed = perturb(z) if some is None else perturb.at(some)(z[some])
+            self.passed(rows_tail=len(perturbed))
+            logits = logits_of(recording.tail(perturbed), len(perturbed))
             self._features(rows)  # of z', which nobody asks for
             return logits
 

@@ -76,9 +76,10 @@ class Pass:
     """One forward pass over some images: logits of z, and (on demand) of z'."""
 
     logits: Tensor
-    augmented: Callable[[], Tensor] | None = None
+    augmented: Callable[[Tensor | None], Tensor] | None = None  # of some rows; None: of all
     perturb: Perturb | None = None
     features: Sequence[Tensor] = ()  # the penultimate one, for a method that needs it, or none
+    tail: Tensor | None = None  # rows that FATA learns from, to pass no others again; None: all
 
 
 @dataclass(frozen=True)

@@ -142,9 +142,11 @@ class Step:
         rows = self.method.row_loss(self._outputs(here, at))
         loss = weighted_mean(rows, at.host, group, rare if self.method.balance else None)
         if self.plus and here.augmented:
-            rows = self.plus.row_loss(here.augmented(), here.logits, at.batch)
-            counted = rare if self.plus.balance else None
-            loss = loss + weighted_mean(rows, at.plus, group, counted)
+            clean, some = here.logits, here.tail
+            if some is not None:
+                at, clean, rare = at.at(some), clean[some], None if rare is None else rare[some]
+            rows = self.plus.row_loss(here.augmented(some), clean, at.batch)
+            loss = loss + weighted_mean(rows, at.plus, group, rare if self.plus.balance else None)
         return group.sum(self.theta.gradient(loss))
 
     def _outputs(self, here: Pass, at: Terms) -> Outputs:

@@ -31,7 +31,7 @@ from fata.network.parameters import Params
 from fata.stateful import Stateful
 
 RECOMMENDED = "eata+fata"
-BALANCED = {"balance": True, "fata_balance": True}
+RECOMMENDED_FIELDS = {"balance": True, "fata_balance": True, "blend": True}
 log = logging.getLogger("fata")
 
 
@@ -269,8 +269,8 @@ class Adapter(Stateful):
             engine.seed = seed
             engine.state = engine.fresh()
             engine.selected = None
-            engine.theta.write(engine.source)
             engine.network.settle()
+            engine.write()
             if engine.watch:
                 engine.watch.forget()
 
@@ -288,14 +288,17 @@ class Adapter(Stateful):
         """
         with self._lock:
             engine = self._live()
+            blend = engine.network.blend
             adapted = engine.coupled and engine.prediction_weights is not engine.source
-            if adapted and batch_statistics is None:
+            if adapted and batch_statistics is None and not blend:
                 log.warning(
                     "unwrap(): BatchNorm is back at its running statistics, so the model does not "
                     "predict as the adapter did. Give batch_statistics=True to keep the batch's, "
                     "or False to mean it."
                 )
             engine.theta.write(engine.prediction_weights)
+            if blend and batch_statistics is False:
+                blend.write({})
             self._give_back()
             if batch_statistics and engine.network.statistics:
                 engine.network.statistics.forget_running()
@@ -326,7 +329,7 @@ class Adapter(Stateful):
                     f"cannot; export is for the other methods."
                 )
             own = engine.coupled and not engine.state.watched.running
-            plain = twin.unwrap(batch_statistics=own)
+            plain = twin.unwrap(None if engine.network.blend else own)
             parameter = next(plain.parameters())
             export.write(file, plain, parameter.new_zeros(max(2, shape[0]), *shape[1:]))
 
@@ -370,7 +373,7 @@ def adapt(
         torch.Size([4, 10])
     """
     if spec is None:
-        spec, fields = RECOMMENDED, {**BALANCED, **fields}
+        spec, fields = RECOMMENDED, {**RECOMMENDED_FIELDS, **fields}
         if fisher_data is None:
             fields = {"fisher_alpha": 0, **fields}
     method, plus = parse(spec, **fields)

@@ -13,8 +13,7 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -22,19 +21,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from fata._text import listed
 from fata.distributed.ranks import Ranks
 from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.network import Network, stand_in
 from fata.engine.state import Given, Moved, Moving, Seen, State
 from fata.engine.step import DENSE, Step
-from fata.engine.updates import guarded_sgd
+from fata.engine.updates import check_moves, guarded_sgd
 from fata.guard.policy import Guard, Watch
 from fata.methods.base import Batch, CustomStep, Method
 from fata.methods.fata import Fata
 from fata.network.parameters import Theta
-
-FIRST = 4  # steps of which one should move something
 
 
 class Engine:
@@ -97,6 +93,11 @@ class Engine:
     def coupled(self) -> bool:
         """Whether the rows of a batch see each other, by BatchNorm."""
         return self.network.coupled
+
+    @property
+    def batch_statistics(self) -> bool:
+        """Whether BatchNorm normalises with the batch at hand alone."""
+        return self.coupled and self.network.blend is None
 
     @property
     def device(self) -> torch.device:
@@ -186,10 +187,10 @@ class Engine:
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
             if not self._moves:
-                self._check_moves(before.counts)
+                self._moves = check_moves(self.state.counts, before.counts, self.theta)
         except BaseException as error:
             self.state, self.selected = before, None
-            self.theta.write(before.theta)
+            self.write()
             if self.watch:
                 self.watch.states = snapshots
             self.group.tell(error)
@@ -201,7 +202,7 @@ class Engine:
         """Logits of a batch, once it is learned from."""
         if not self.learns:
             self.selected = None
-            return self.predict(images, self.state.watched.running)
+            return self._observed(images)
         if isinstance(self.method, CustomStep):
             return self.method.step(self, images)
         if len(images):
@@ -212,16 +213,35 @@ class Engine:
         self.selected = logits[:, 0].bool(), logits[:, 0].bool()
         return logits
 
+    def _observed(self, images: Tensor) -> Tensor:
+        """Logits of a batch that is not learned from; it has a part in BatchNorm's blend."""
+        if self.network.blend is None:
+            return self.predict(images, self.state.watched.running)
+        self._begin_blend(images)
+        with self.execution.stepping(images):
+            given = self.functions.observe, images, self.state.norm
+            logits: Tensor
+            logits, self.state.norm = self.execution.run("observe", *given)
+        self.network.write(self.state.norm)
+        return logits
+
+    def _begin_blend(self, images: Tensor) -> None:
+        """By the predictions of the first batch, with the source's statistics."""
+        if self.network.blend is not None and not self.state.norm:
+            with self.counted_apart():
+                self.state.norm = self.network.blend.begin(self.predict(images, running=True))
+
     def _step(self, images: Tensor) -> Tensor:
         """The step of one batch; see the top of this file."""
         state = self.state
+        self._begin_blend(images)
         placed, noise = self.execution.place(images), self._noise(images)
-        given = Given(placed, noise, state.host, state.plus, state.classes)
+        given = Given(placed, noise, state.host, state.plus, state.classes, state.norm)
         rate = self.rate(self.group.rows(len(images))) * state.watched.scale
         moving = Moving(state.theta, state.velocity, torch.full_like(state.theta[0], rate))
         dense = self.coupled or state.share >= DENSE
         seen = self.execution.see(given, moving, dense, partial(self._batch, images))
-        terms, moved = seen.terms, seen.moved
+        terms, moved, state.norm = seen.terms, seen.moved, seen.norm
         self.selected = terms.host.rows, terms.plus.rows
         if moved is not None and self.coupled:  # all rows learn at once: nothing to wait for
             state.count(host=terms.host.rows.sum(), plus=terms.plus.rows.sum())
@@ -331,30 +351,6 @@ class Engine:
         """A batch as a method sees it."""
         return Batch(images, logits, self.predict, self._seed("host"), self.group)
 
-    def _check_moves(self, before: Mapping[str, int | Tensor]) -> None:
-        """Warn once of parameters that stay; waits for the device until a step has moved some."""
-        counts, names, unused = self.state.counts, self.theta.names, self.theta.unused or []
-        if all(counts.get(name, 0) == before.get(name, 0) for name in ("host", "plus")):
-            return
-        stepped, dropped = (int(counts.get(name, 0)) for name in ("stepped", "dropped"))
-        reached = len(unused) < len(names)
-        if not stepped and dropped < (FIRST if reached else 1):  # a black image may have none
-            return
-        self._moves = True
-        if stepped and not unused:
-            return
-        what = f"{len(unused)} of {len(names)} parameters that adapt will never move"
-        why, which = "no gradient reaches them", unused
-        if reached and not stepped:
-            what = f"the first {dropped} steps moved nothing"
-            why, which = "the gradient of what adapts is zero or not finite", names
-        warnings.warn(
-            f"{what}: {why} ({listed(which, 4)}). Choose others by params=[...]; of a quantised "
-            f"model adapt the float one, and quantise what unwrap() returns.",
-            RuntimeWarning,
-            stacklevel=7,
-        )
-
     # -- where it is --------------------------------------------------------------------------
 
     def join(self, group: Ranks) -> None:
@@ -368,15 +364,17 @@ class Engine:
         here, state, functions = self.device, self.state, self.functions
         functions.source = functions.source.to(here)
         functions.fisher = None if functions.fisher is None else functions.fisher.to(here)
-        state.theta, state.velocity = state.theta.to(here), state.velocity.to(here)
-        state.host = {name: tensor.to(here) for name, tensor in state.host.items()}
-        state.plus = {name: tensor.to(here) for name, tensor in state.plus.items()}
-        state.classes = {name: tensor.to(here) for name, tensor in state.classes.items()}
-        state.guard = {name: tensor.to(here) for name, tensor in state.guard.items()}
+        state.move(here)
+        if self.network.blend:
+            self.network.blend.move(here)
         if self.watch:
             self.watch.forget()
-        state.counts = {name: int(number) for name, number in state.counts.items()}
         self.execution.forget()
+
+    def write(self) -> None:
+        """Give the model the weights and the statistics of the state."""
+        self.theta.write(self.state.theta)
+        self.network.write(self.state.norm)
 
     def close(self) -> None:
         """Give the model its own statistics back."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fata.guard.events import Watched
@@ -29,11 +30,20 @@ class State:
     counts: dict[str, int | Tensor] = field(default_factory=dict)
     guard: Memory = field(default_factory=dict)
     watched: Watched = field(default_factory=Watched)
+    norm: Memory = field(default_factory=dict)  # of BatchNorm's statistics, where they are blended
 
     def count(self, **more: int | Tensor) -> None:
         """Add to the counters; those on the device stay there until they are read."""
         for name, number in more.items():
             self.counts[name] = self.counts.get(name, 0) + number
+
+    def move(self, device: torch.device) -> None:
+        """To another device; the counters are read."""
+        self.theta, self.velocity = self.theta.to(device), self.velocity.to(device)
+        for name in ("host", "plus", "classes", "guard", "norm"):
+            memory = getattr(self, name)
+            setattr(self, name, {key: tensor.to(device) for key, tensor in memory.items()})
+        self.counts = {name: int(number) for name, number in self.counts.items()}
 
     def summary(self, host: str, plus: bool) -> dict[str, Any]:
         """The counters as plain numbers; waits for the device."""
@@ -57,6 +67,7 @@ class Pass:
     logits: Tensor
     augmented: Callable[[], Tensor] | None = None
     perturb: Perturb | None = None
+    norm: Memory = field(default_factory=dict)  # with this batch
 
 
 @dataclass(frozen=True)
@@ -86,6 +97,7 @@ class Given(NamedTuple):
     host: Memory
     plus: Memory
     classes: Memory
+    norm: Memory
 
 
 class Rows(NamedTuple):
@@ -122,6 +134,7 @@ class Seen:
         perturb: FATA's perturbation of the batch, or None.
         finite: rows whose logits are.
         pixels: rows whose pixels are known to be; if one is not, the step is undone.
+        norm: memory of BatchNorm's statistics, with this batch; empty where they are not blended.
         first: the pass, if it carries a gradient.
         climbed: whether the model is at SAM's ascent point already.
         moved: the outcome of the whole step, if it was taken already.
@@ -131,6 +144,7 @@ class Seen:
     perturb: Perturb | None
     finite: Tensor
     pixels: Tensor
+    norm: Memory = field(default_factory=dict)
     first: Pass | None = None
     climbed: bool = False
     moved: Moved | None = None

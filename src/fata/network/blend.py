@@ -2,19 +2,23 @@
 
 For each layer, over the n latest images, in units of the source's standard deviation:
 
-    a  =  mean of a channel over an image      A  =  mean of a      Q  =  mean of squares
-    U  =  P(two images have one class) - 1/C   by the predicted classes, without bias
-    w  =  1 - (1 / (n - 1) + k U) V / |A|^2    in [0, 1];  V and |A|^2 are summed over channels,
-                                               V is the variance of a over the images
+    a, s  =  mean and root mean square of a channel over the pixels of an image
+    A, Q  =  mean of a, and of s^2, over the images
+    D     =  sum over channels of  A^2 + (sqrt(Q) - 1)^2          the distance from the source
+    V     =  sum over channels of the variances of a and s over the images
+    E     =  (P - 1/C) / (1 - P)      P: that two images have one predicted class, without bias
+    w     =  1 - (1 / (n - 1) + k E) V / D      in [0, 1]
+
     mean  =  w A        variance  =  1 + w (Q - 1 - w A^2)
 
-|A|^2 is how far the stream has moved from the source. Of that, V / (n - 1) is due to the number of
-images, and about k U V to uneven classes, however many the images are. The rest is shift, and w its
-share: the positive part of James and Stein's shrinkage. A stream that has not shifted keeps the
-source's statistics, whatever its batches and classes are.
+Of D, V / (n - 1) is expected of n images that have not shifted, and E V of classes that are out of
+balance, however many images there are, if classes are what V comes from; k makes up for the layers
+where it is more. The rest is shift, and w its share: the positive part of James and Stein's
+shrinkage. A stream that has not shifted keeps the source's statistics, whatever its batches and
+classes are.
 
 A batch is part of its own statistics; no gradient flows through them. All later passes, until the
-next batch, use these statistics as they are, so that the layers' own buffers can hold them. U of
+next batch, use these statistics as they are, so that the layers' own buffers can hold them. E of
 the first batch is by the predictions with the source's statistics, which is one more pass.
 """
 
@@ -32,6 +36,8 @@ from fata.network.norms import BatchStatistics, input_of, override, show_buffers
 
 IMAGES = 640  # n, at most: older ones fade out
 CLASSES = 4.0  # k
+VECTORS = ("shift", "square", "rms")  # A, Q and the mean of s: a number for each channel
+SCALARS = ("spread", "weight")  # the mean of the sum of a^2, and w: one for each layer
 
 Memory = dict[str, Tensor]
 
@@ -56,7 +62,7 @@ class StreamStatistics(BatchStatistics):
         self._owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
         self._rows_now = 0  # of the batch that is observed
         self._before: Memory | None = None  # the memory before it; None: no batch is observed
-        self._found: dict[BatchNorm, list[Tensor]] = {}  # shift, square, spread and weight
+        self._found: dict[BatchNorm, list[Tensor]] = {}  # VECTORS and SCALARS of that one
 
     def source(self, layer: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Mean and variance that a layer had before the first batch; None: it has none."""
@@ -72,11 +78,11 @@ class StreamStatistics(BatchStatistics):
         return {
             "shift": new(len(self._mean)),
             "square": torch.ones_like(self._mean),
-            "spread": new(layers),
-            "weight": new(layers),
+            "rms": torch.ones_like(self._mean),
+            **{name: new(layers) for name in SCALARS},
             "shares": new(logits.shape[1]),
             "rows": new(()),
-            "uneven": _uneven(self._shares(logits, rows), new(()) + rows),
+            "imbalance": _imbalance(self._shares(logits, rows), new(()) + rows),
         }
 
     @contextmanager
@@ -99,15 +105,12 @@ class StreamStatistics(BatchStatistics):
             self._found.get(layer) or self._of(before, place)
             for place, layer in enumerate(self._known)
         ]
-        shift, square, spread, weight = (torch.cat(part) for part in zip(*parts, strict=True))
+        found = (torch.cat(part) for part in zip(*parts, strict=True))
         return {
-            "shift": shift,
-            "square": square,
-            "spread": spread,
-            "weight": weight,
+            **dict(zip((*VECTORS, *SCALARS), found, strict=True)),
             "shares": shares,
             "rows": kept + rows,
-            "uneven": _uneven(shares, kept + rows),
+            "imbalance": _imbalance(shares, kept + rows),
         }
 
     def write(self, memory: Memory) -> None:
@@ -150,7 +153,7 @@ class StreamStatistics(BatchStatistics):
             if layer not in self._found:
                 past = self._of(self._before or {}, place)
                 self._found[layer] = self._observe(input_of(args, kwargs), mean, deviation, past)
-            shift, square, _, weight = self._found[layer]
+            shift, square, _, _, weight = self._found[layer]
             mean, var = blended(mean, var, deviation, shift, square, weight)
         like = layer._buffers["running_mean"]
         dtype = mean.dtype if like is None else like.dtype
@@ -159,25 +162,29 @@ class StreamStatistics(BatchStatistics):
     def _observe(
         self, x: Tensor, mean: Tensor, deviation: Tensor, past: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Shift, square, spread and weight of a layer, with its input of this batch."""
+        """VECTORS and SCALARS of a layer, with its input of this batch."""
         assert self._before is not None
         x = widened(x.detach()).flatten(2) if x.ndim > 2 else widened(x.detach())[:, :, None]
         var, shift = torch.var_mean(x, 2, correction=0)
         shift = (shift - mean) / deviation
         square = var / deviation.square() + shift.square()
+        sums = [part.sum(0) for part in (shift, square, square.sqrt())]
         count = shift.new_full((1,), len(x))
-        here = torch.cat((shift.sum(0), square.sum(0), shift.square().sum()[None], count))
+        here = torch.cat((*sums, shift.square().sum()[None], count))
         there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
-        *now, count = torch.split(there, [len(mean), len(mean), 1, 1])
+        *now, count = torch.split(there, [len(mean)] * 3 + [1, 1])
         kept, rows = self._kept(self._before), self._rows_now
         fine = there.isfinite().all()
         found = [
             torch.where(fine, torch.lerp(old, new / count, rows / (kept + rows)), old)
-            for old, new in zip(past[:3], now, strict=True)
+            for old, new in zip(past[:-1], now, strict=True)
         ]
-        moved = found[0].square().sum()
-        doubt = 1 / (kept + rows - 1) + CLASSES * self._before["uneven"]
-        weight = (1 - doubt * (found[2] - moved).clamp(min=0) / moved).clamp(0, 1)
+        shift, square, rms, spread = found
+        moved = shift.square().sum()
+        distance = moved + (square.sqrt() - 1).square().sum()
+        variance = (spread - moved + (square - rms.square()).sum()).clamp(min=0)
+        doubt = 1 / (kept + rows - 1) + CLASSES * self._before["imbalance"]
+        weight = (1 - doubt * variance / distance).clamp(0, 1)
         return [*found, weight.nan_to_num(0)]  # one image has no variance, and proves nothing
 
     def _shares(self, logits: Tensor, rows: int) -> Tensor:
@@ -192,8 +199,8 @@ class StreamStatistics(BatchStatistics):
 
     def _of(self, memory: Memory, place: int) -> list[Tensor]:
         """A layer's part of a memory."""
-        shift, square = (self._split(memory[name])[place] for name in ("shift", "square"))
-        return [shift, square, *(memory[n][place : place + 1] for n in ("spread", "weight"))]
+        vectors = [self._split(memory[name])[place] for name in VECTORS]
+        return [*vectors, *(memory[name][place : place + 1] for name in SCALARS)]
 
     def _split(self, flat: Tensor) -> Sequence[Tensor]:
         return torch.split(flat, self._sizes)
@@ -211,7 +218,7 @@ def blended(
     return mean + moved * deviation, (var + wider * deviation.square()).clamp(min=0)
 
 
-def _uneven(shares: Tensor, rows: Tensor) -> Tensor:
-    """U: how much likelier than by balanced classes two of these images are of one class."""
+def _imbalance(shares: Tensor, rows: Tensor) -> Tensor:
+    """E, by the shares of the predicted classes of some images."""
     same = (rows * shares.square().sum() - 1) / (rows - 1).clamp(min=1)
-    return (same - 1 / len(shares)).clamp(min=0)
+    return (same - 1 / len(shares)).clamp(min=0) / (1 - same).clamp(min=1e-3)

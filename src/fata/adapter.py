@@ -27,11 +27,12 @@ from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method
 from fata.methods.fata import Fata
 from fata.methods.source import Norm
+from fata.network.norms import has_running
 from fata.network.parameters import Params
 from fata.stateful import Stateful
 
 RECOMMENDED = "eata+fata"
-RECOMMENDED_FIELDS = {"balance": True, "fata_balance": True, "blend": True}
+BALANCED = {"balance": True, "fata_balance": True}
 log = logging.getLogger("fata")
 
 
@@ -39,7 +40,7 @@ class Adapter(Stateful):
     """Predicts like the model it holds, and learns from every batch.
 
     The model is changed in place: its chosen parameters move, and BatchNorm uses the statistics of
-    the batch. `reset` undoes the first, `unwrap` the second. Threads that share an adapter wait for
+    the batch, or of the stream (`blend=True`). `reset` undoes the first, `unwrap` the second. Threads that share an adapter wait for
     each other. A forked process has a copy of it; `reset` that copy if another thread was in a
     step.
 
@@ -284,7 +285,8 @@ class Adapter(Stateful):
             batch_statistics: for a model with BatchNorm. True: it normalises with the batch at
                 hand, as the adapter does, and has no running statistics any more. False: it has its
                 running statistics back, and predicts otherwise than the adapter. None: as False,
-                and a warning is logged.
+                and a warning is logged; of a method with `blend=True`, its running statistics are
+                the blended ones, and it predicts as the frozen adapter does.
         """
         with self._lock:
             engine = self._live()
@@ -309,7 +311,8 @@ class Adapter(Stateful):
 
         It gives the logits that a frozen adapter gives, for batches of any size (of this size, and
         a warning is logged, where the model's code fixes it). BatchNorm normalises with the batch's
-        statistics, unless the guard uses the running ones. The adapter continues.
+        statistics, unless they are blended or the guard uses the running ones. The adapter
+        continues.
 
         Args:
             path: ends with `.pt2` for a `torch.export` program, with `.onnx` for ONNX (which needs
@@ -354,7 +357,8 @@ def adapt(
         model: maps images to logits, or to an object with `.logits`.
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `cotta`, `memo`, `fata`, or a host
             with it, such as `deyo+fata`. None: the recommended one, `eata+fata` with both terms
-            balanced over the classes, and without `fisher_data` with `fisher_alpha=0`.
+            balanced over the classes, BatchNorm's statistics blended (`blend`), and without
+            `fisher_data` with `fisher_alpha=0`.
         lr: learning rate, `paper` or `release`; this and the others as in `Adapter`.
         params: which parameters adapt.
         fisher_data: batches of clean images for EATA.
@@ -373,7 +377,8 @@ def adapt(
         torch.Size([4, 10])
     """
     if spec is None:
-        spec, fields = RECOMMENDED, {**RECOMMENDED_FIELDS, **fields}
+        blend = isinstance(model, nn.Module) and has_running(model)
+        spec, fields = RECOMMENDED, {**BALANCED, "blend": blend, **fields}
         if fisher_data is None:
             fields = {"fisher_alpha": 0, **fields}
     method, plus = parse(spec, **fields)

@@ -131,7 +131,8 @@ def test_older_images_fade_out():
 def test_the_recommended_method_blends_and_the_papers_do_not():
     assert fata.adapt(network("resnet_bn")).method.blend
     assert not fata.adapt(network("resnet_bn"), "tent").method.blend
-    assert fata.adapt(network("resnet_gn"))._live().network.blend is None
+    assert not fata.adapt(network("resnet_gn")).method.blend
+    assert not fata.adapt(network("resnet_bn"), blend=False).method.blend
 
 
 @pytest.mark.parametrize("spec", ["source", "cotta", "memo"])

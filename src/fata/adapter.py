@@ -40,9 +40,9 @@ class Adapter(Stateful):
     """Predicts like the model it holds, and learns from every batch.
 
     The model is changed in place: its chosen parameters move, and BatchNorm uses the statistics of
-    the batch, or of the stream (`blend=True`). `reset` undoes the first, `unwrap` the second. Threads that share an adapter wait for
-    each other. A forked process has a copy of it; `reset` that copy if another thread was in a
-    step.
+    the batch, or with `blend=True` of the stream. `reset` undoes this, and `unwrap` takes all hooks
+    off. Threads that share an adapter wait for each other. A forked process has a copy of it;
+    `reset` that copy if another thread was in a step.
 
     Args:
         model: maps images to logits, or to an object with `.logits`.

@@ -687,7 +687,7 @@ def test_parameters_that_do_not_reach_the_logits_are_named():
             {"treshold": 1},
             r"'eata' has no field 'treshold'. Did you mean 'threshold'.*Known",
         ),
-        ("tent", {"sigma": 1}, r"'tent' has no field 'sigma'. Known: balance, entropy"),
+        ("tent", {"sigma": 1}, r"'tent' has no field 'sigma'. Known: balance, blend, entropy"),
         ("tent", {"lr": 0.0}, r"lr=0.0: must be a positive number"),
         ("tent", {"lr": -1e-3}, r"lr=-0.001: must be a positive number"),
         ("tent", {"lr": "papers"}, r"lr='papers'"),

@@ -21,9 +21,10 @@ def frozen(made, batch):
         return made(batch)
 
 
+@pytest.mark.parametrize("blend", [False, True])
 @pytest.mark.parametrize("net", ["resnet_bn", "resnet_gn", "vit_ln"])
-def test_a_program_gives_the_logits_of_the_frozen_adapter(net, tmp_path):
-    made = adapted(net)
+def test_a_program_gives_the_logits_of_the_frozen_adapter(net, blend, tmp_path):
+    made = adapted(net, blend=blend)
     expected = frozen(made, IMAGES)
     made.export(tmp_path / "model.pt2")
     program = torch.export.load(tmp_path / "model.pt2").module()

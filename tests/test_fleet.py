@@ -11,7 +11,7 @@ import torch
 import fata
 import fata.fleet
 from fata.engine.swap import pack_snapshots
-from fata.testing.cases import images, network
+from fata.testing.cases import fit_statistics, images, network
 
 HOSTS = ("tent", "eata", "sar", "deyo")
 NAMES = ("north", "south")
@@ -23,7 +23,8 @@ def adapter(net="resnet_gn", spec="sar+fata", guard=GUARD, **fields):
     fields = {"lr": 0.05, "threshold": 1.0, **FIELDS.get(spec, {}), **fields}
     if spec == "tent+fata":
         del fields["threshold"]
-    return fata.adapt(network(net), spec, guard=guard, seed=3, **fields)
+    model = fit_statistics(network(net)) if fields.get("blend") else network(net)
+    return fata.adapt(model, spec, guard=guard, seed=3, **fields)
 
 
 def batches(name, count=8, rows=6):
@@ -49,11 +50,12 @@ def same(ours, theirs):
 
 @pytest.mark.parametrize("in_memory", [2, 1], ids=["memory", "disk"])
 @pytest.mark.parametrize("guard", [GUARD, None], ids=["guard", "plain"])
-@pytest.mark.parametrize("net", ["resnet_gn", "resnet_bn"])
+@pytest.mark.parametrize("net", ["resnet_gn", "resnet_bn", "resnet_bn blended"])
 @pytest.mark.parametrize("host", HOSTS)
 def test_interleaved_streams_are_bit_equal_to_each_alone(host, net, guard, in_memory, tmp_path):
     """Predictions, weights, momentum, memories, guard and its snapshots, counts, random draws."""
-    given = {"net": net, "spec": f"{host}+fata", "guard": guard}
+    net, *blend = net.split()
+    given = {"net": net, "spec": f"{host}+fata", "guard": guard, "blend": bool(blend)}
     fleet = fata.Fleet(adapter(**given), tmp_path, in_memory=in_memory)
     streams = {name: batches(name) for name in NAMES}
     logits = {name: [] for name in NAMES}

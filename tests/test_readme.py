@@ -23,6 +23,7 @@ PRINTED = {  # what the examples of a page must print
     "serve.md": ["16 adapting"],
     "methods.md": ["torch.Size([16, 10])"],
     "balance.md": ["torch.Size([16, 10])"],
+    "batchnorm.md": ["torch.Size([4, 10])"],
     "add-a-method.md": ["margin+fata"],
 }
 

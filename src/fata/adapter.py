@@ -27,6 +27,7 @@ from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method
 from fata.methods.fata import Fata
 from fata.methods.source import Norm
+from fata.network.norms import has_running
 from fata.network.parameters import Params
 from fata.stateful import Stateful
 
@@ -39,9 +40,9 @@ class Adapter(Stateful):
     """Predicts like the model it holds, and learns from every batch.
 
     The model is changed in place: its chosen parameters move, and BatchNorm uses the statistics of
-    the batch. `reset` undoes the first, `unwrap` the second. Threads that share an adapter wait for
-    each other. A forked process has a copy of it; `reset` that copy if another thread was in a
-    step.
+    the batch, or with `blend=True` of the stream. `reset` undoes this, and `unwrap` takes all hooks
+    off. Threads that share an adapter wait for each other. A forked process has a copy of it;
+    `reset` that copy if another thread was in a step.
 
     Args:
         model: maps images to logits, or to an object with `.logits`.
@@ -270,8 +271,8 @@ class Adapter(Stateful):
             engine.seed = seed
             engine.state = engine.fresh()
             engine.selected = None
-            engine.theta.write(engine.source)
             engine.network.settle()
+            engine.write()
             if engine.watch:
                 engine.watch.forget()
 
@@ -283,14 +284,14 @@ class Adapter(Stateful):
 
         Args:
             batch_statistics: for a model with BatchNorm. True: it normalises with the batch at
-                hand, as the adapter does, and has no running statistics any more. False: it has its
-                running statistics back, and predicts otherwise than the adapter. None: as False,
-                and a warning is logged.
+                hand, as the adapter does, and has no running statistics any more. False: it has the
+                source's back, and predicts otherwise than the adapter. None: the blended ones with
+                `blend=True`, and it predicts as the frozen adapter; else as False, with a warning.
         """
         with self._lock:
-            engine = self._live()
+            engine, blend = self._live(), self._live().network.blend
             adapted = engine.coupled and engine.prediction_weights is not engine.source
-            if adapted and batch_statistics is None:
+            if adapted and batch_statistics is None and not blend:
                 log.warning(
                     "unwrap(): BatchNorm is back at its running statistics, so the model does not "
                     "predict as the adapter did. Give batch_statistics=True to keep the batch's, "
@@ -298,6 +299,8 @@ class Adapter(Stateful):
                 )
             engine.theta.write(engine.prediction_weights)
             engine.shift()
+            if blend and batch_statistics is False:
+                blend.write({})
             self._give_back()
             if batch_statistics and engine.network.statistics:
                 engine.network.statistics.forget_running()
@@ -308,7 +311,8 @@ class Adapter(Stateful):
 
         It gives the logits that a frozen adapter gives, for batches of any size (of this size, and
         a warning is logged, where the model's code fixes it). BatchNorm normalises with the batch's
-        statistics, unless the guard uses the running ones. The adapter continues.
+        statistics, unless they are blended or the guard uses the running ones. The adapter
+        continues.
 
         Args:
             path: ends with `.pt2` for a `torch.export` program, with `.onnx` for ONNX (which needs
@@ -328,7 +332,7 @@ class Adapter(Stateful):
                     f"cannot; export is for the other methods."
                 )
             own = engine.coupled and not engine.state.watched.running
-            plain = twin.unwrap(batch_statistics=own)
+            plain = twin.unwrap(None if engine.network.blend else own)
             parameter = next(plain.parameters())
             export.write(file, plain, parameter.new_zeros(max(2, shape[0]), *shape[1:]))
 
@@ -354,8 +358,8 @@ def adapt(
         model: maps images to logits, or to an object with `.logits`.
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `roid`, `zerosiam`, `nctta`, `neo`,
             `cotta`, `memo`, `fata`, or a host with it, such as `deyo+fata`. None: the recommended
-            one, `eata+fata` with both terms balanced over the classes, and without `fisher_data`
-            with `fisher_alpha=0`.
+            one, `eata+fata` with both terms balanced over the classes, BatchNorm's statistics
+            blended (`blend`), and without `fisher_data` with `fisher_alpha=0`.
         lr: learning rate, `paper` or `release`; this and the others as in `Adapter`.
         params: which parameters adapt.
         fisher_data: batches of clean images for EATA.
@@ -375,7 +379,8 @@ def adapt(
         torch.Size([4, 10])
     """
     if spec is None:
-        spec, fields = RECOMMENDED, {**BALANCED, **fields}
+        blend = isinstance(model, nn.Module) and has_running(model)
+        spec, fields = RECOMMENDED, {**BALANCED, "blend": blend, **fields}
         if fisher_data is None:
             fields = {"fisher_alpha": 0, **fields}
     method, plus = parse(spec, **fields)

@@ -100,7 +100,7 @@ class Stateful(ModelOwner):
         engine = self._live()
         with self._lock, torch.inference_mode(False):
             engine.state, keys = states.unpack(engine, self._source(), state_dict, strict)
-            engine.theta.write(engine.state.theta)
+            engine.write()
             if engine.watch:
                 engine.watch.forget()
         return keys

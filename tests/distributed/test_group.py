@@ -18,7 +18,7 @@ from fata.bench.store import Store
 from fata.distributed.group import EVERY, GroupError
 from fata.methods import SPECS
 from fata.methods.losses import entropy
-from fata.testing.cases import images, network
+from fata.testing.cases import fit_statistics, images, network
 from fata.zoo import tiny
 
 NEW = ("roid", "roid+fata", "zerosiam", "nctta+fata", "neo")
@@ -29,6 +29,7 @@ CASES = [
     *(("vit_ln", spec) for spec in SPECS),
     *(("resnet_bn", spec) for spec in ("norm", "tent", *NEW, *WITH_FATA, *OWN_STEP)),
     ("resnet_bn", "tent+fata joint"),
+    *(("resnet_bn", f"{spec} blended") for spec in ("norm", "tent", *WITH_FATA)),
     *(("resnet_bn", f"{spec} unguarded") for spec in ("deyo+fata", "roid", "cotta")),
 ]
 SPLITS = ((8, 8), (8, 8), (16, 0), (0, 4), (0, 1), (2, 0), (3, 5), (8, 8))
@@ -50,6 +51,8 @@ def made(model, case, **more):
     """In double precision, in which the order of a sum does not show."""
     spec, *how = case.split()
     fields = {"bn_stats": "joint"} if "joint" in how else {}
+    if "blended" in how:
+        model, fields["blend"] = fit_statistics(model), True
     if spec.startswith("eata"):
         clean = images(8, seed=6).double().to(next(model.parameters()).device)
         fields |= {"fisher_data": [clean], "redundancy": 0.5}

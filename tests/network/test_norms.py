@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import fata
+import fata.network.blend
 import fata.network.norms
 from fata.network.norms import BatchStatistics, is_norm
 from fata.testing.cases import images, network
@@ -121,7 +122,11 @@ def test_norm_is_source_without_batchnorm_and_not_with_it():
 
 @pytest.mark.parametrize(
     ("spec", "speed", "fields"),
-    [("memo", "exact", {"views": 2}), ("sar", "fast", {"threshold": 1})],
+    [
+        ("memo", "exact", {"views": 2}),
+        ("sar", "fast", {"threshold": 1}),
+        ("tent", "exact", {"blend": True}),
+    ],
 )
 def test_an_interrupt_inside_a_layer_leaves_its_running_statistics(
     spec, speed, fields, monkeypatch
@@ -161,13 +166,15 @@ class Small(nn.Module):
 
 
 class Interrupt:
-    """Raises KeyboardInterrupt at the n-th line that is run of norms.py."""
+    """Raises KeyboardInterrupt at the n-th line that is run of norms.py or blend.py."""
+
+    files = (fata.network.norms.__file__, fata.network.blend.__file__)
 
     def __init__(self, n):
         self.left = n
 
     def __call__(self, frame, event, arg):
-        if frame.f_code.co_filename != fata.network.norms.__file__:
+        if frame.f_code.co_filename not in self.files:
             return None
         self.left -= event == "line"
         if event == "line" and not self.left:
@@ -180,6 +187,8 @@ class Interrupt:
     [
         ("memo", "exact", {"augment": lambda image, _: torch.stack((image, image.flip(-1)))}),
         ("sar", "fast", {"threshold": 1}),
+        ("sar", "exact", {"threshold": 1, "blend": True}),
+        ("norm", "fast", {"blend": True}),
     ],
 )
 def test_an_interrupt_at_any_line_leaves_the_running_statistics(spec, speed, fields):
@@ -202,6 +211,9 @@ def test_an_interrupt_at_any_line_leaves_the_running_statistics(spec, speed, fie
             sys.settrace(tracing)
         assert layer.running_mean is own[0], line
         assert layer.running_var is own[1], line
+        if interrupt.left <= 0:  # the step was undone
+            state = model.state_dict()
+            assert all(torch.equal(state[name], before[name]) for name in before), line
         adapter.reset()
         state = model.state_dict()
         assert all(torch.equal(state[name], before[name]) for name in before), line

@@ -40,6 +40,11 @@ TABLE = {
     "eata+fata balanced": {**EATA, **BALANCED},
     "sar+fata balanced": BALANCED,
     "deyo+fata balanced": {"plpd_threshold": 0.0, **BALANCED},
+    "norm blended": {"blend": True},
+    "tent blended": {"blend": True},
+    "eata+fata blended": {**EATA, "blend": True},
+    "sar+fata blended": {"blend": True},
+    "deyo+fata blended": {"plpd_threshold": 0.0, "blend": True},
 }
 
 

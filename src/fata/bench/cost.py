@@ -143,6 +143,7 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
         return _rows(method.views + 1, 0, method.views)
     if method.params is None and plus is None:
         return _rows(1, 0, 0)
+    own = share  # of FATA
     if isinstance(method, Tent | Zerosiam):
         share = 1.0
     dense = coupled or share >= DENSE
@@ -151,8 +152,10 @@ def rows(spec: str, share: float, coupled: bool = False) -> dict[str, float]:
     shuffled = share if isinstance(method, Deyo) else 0.0
     views = first if method.has_views else 0.0  # all rows that are passed with a gradient
     forward = 1 + shuffled + (0 if dense else share) + sharp + views
-    learned = first if method.sam_rho is None else sharp
-    return _rows(forward, learned if plus else 0, first + sharp + views)
+    tail = own if method.sam_rho is None else sharp
+    if coupled and method.sam_rho is None:
+        tail = first
+    return _rows(forward, tail if plus else 0, first + sharp + views)
 
 
 def effective(counts: Mapping[str, Any], whole: Macs, tail: Macs) -> Macs:

@@ -222,7 +222,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by 
 def _bits(state: Shared) -> int:
     """A number that differs, but for an accident, where anything differs that must not."""
     total = torch.zeros((), dtype=torch.int64, device=state.theta.device)
-    memories = (state.host, state.plus, state.guard)
+    memories = (state.host, state.plus, state.guard, state.norm)
     remembered = (memory[name] for memory in memories for name in sorted(memory))
     for tensor in (state.theta, state.velocity, *remembered):
         flat = tensor.detach().contiguous().reshape(-1)

@@ -27,6 +27,7 @@ class Shared(Protocol):
     host: dict[str, Tensor]
     plus: dict[str, Tensor]
     guard: dict[str, Tensor]
+    norm: dict[str, Tensor]
 
 
 class Ranks(ABC):

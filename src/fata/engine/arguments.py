@@ -49,6 +49,8 @@ def check_method(method: Method, plus: Fata | None, fisher_data: FisherData | No
         raise ValueError(f"{method.name!r} has a step of its own, to which FATA cannot be added.")
     if method.balance and (isinstance(method, CustomStep) or method.params is None):
         raise ValueError(f"balance=True: {method.name!r} has no mean over rows to balance.")
+    if method.blend and (isinstance(method, CustomStep) or not method.batch_statistics):
+        raise ValueError(f"blend=True: {method.name!r} has BatchNorm statistics of its own.")
     if fisher_data is not None and not method.wants_fisher:
         raise ValueError(f"fisher_data: {method!r} has no Fisher penalty (fisher_alpha above 0).")
     if fisher_data is None and method.wants_fisher:

@@ -45,7 +45,7 @@ def pack(engine: Engine, source: str, held: Held | None = None) -> dict[str, Any
     """
     state, theta = held.state if held else engine.state, engine.theta
     groups = {"host": state.host, "plus": state.plus, "guard": state.guard}
-    groups["classes"] = state.classes
+    groups |= {"classes": state.classes, "norm": state.norm}
     if not _episodic(engine):
         groups["parameter"] = dict(zip(theta.names, theta.split(state.theta), strict=True))
         groups["momentum"] = dict(zip(theta.names, theta.split(state.velocity), strict=True))
@@ -146,6 +146,7 @@ def unpack(
         dict(meta["counts"]),
         memory("guard.") if engine.watch else {},
         Watched.unpack(meta["watched"]) if engine.watch else Watched(),
+        memory("norm."),
     )
     return state, IncompatibleKeys(missing, unexpected)
 
@@ -229,7 +230,9 @@ def fingerprint(engine: Engine) -> str:
     }
     for name, module in engine.network.model.named_modules():
         if isinstance(module, NormWithStatistics):
-            running = {"mean": module.running_mean, "var": module.running_var}
+            blend, own = engine.network.blend, (module.running_mean, module.running_var)
+            mean, var = (blend.source(module) if blend else None) or own
+            running = {"mean": mean, "var": var}
             tensors |= {f"{name}.{n}": t for n, t in running.items() if t is not None}
     return digest(tensors)
 

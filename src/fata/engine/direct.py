@@ -58,13 +58,16 @@ class Direct:
             dense: whether the pass is to carry the gradient of all rows.
             batch: what a method is shown, by its logits and penultimate feature.
         """
-        with torch.set_grad_enabled(dense):
+        observing = self.network.observing(given.norm, len(given.images))
+        with torch.set_grad_enabled(dense), observing:
             first = self.step.first(given)
+        self.network.write(first.norm)
         features = [feature.detach() for feature in first.features]
         terms = self.step.select(batch(first.logits.detach(), features), given)
         finite = terms.batch.finite
         carries = first if dense else None
-        return Seen(terms, first.perturb, finite, torch.ones_like(finite), first=carries)
+        pixels = torch.ones_like(finite)
+        return Seen(terms, first.perturb, finite, pixels, first.norm, first=carries)
 
     def rows(self, index: Tensor, name: str) -> Rows:
         """Rows to gather, for the function of that name."""

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fata.distributed.ranks import Ranks
-from fata.engine import unmoved
+from fata.engine import draws, unmoved
 from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.network import Network, stand_in
 from fata.engine.state import Given, Moved, Moving, Seen, State
@@ -31,7 +30,6 @@ from fata.engine.updates import guarded_sgd
 from fata.guard.policy import Guard, Watch
 from fata.methods.base import Batch, CustomStep, Method
 from fata.methods.fata import Fata
-from fata.methods.pixels import Rng
 from fata.network.parameters import Theta
 
 
@@ -60,12 +58,8 @@ class Engine:
         self.source_predicted = False  # whether the last batch's logits are the source model's
         self._moves = False  # whether a step has moved something, or was said not to
         self.state = self.fresh()
-        self.watch = Watch(guard, self) if guard and self._drifts() else None
-
-    def _drifts(self) -> bool:
-        """Whether there is something that could go wrong over time."""
-        episodic = isinstance(self.method, CustomStep) and self.method.episodic
-        return self._adapts and not episodic
+        drifts = self._adapts and not (isinstance(method, CustomStep) and method.episodic)
+        self.watch = Watch(guard, self) if guard and drifts else None
 
     @property
     def _adapts(self) -> bool:
@@ -102,6 +96,11 @@ class Engine:
         return self.network.coupled
 
     @property
+    def batch_statistics(self) -> bool:
+        """Whether BatchNorm normalises with the batch at hand alone."""
+        return self.coupled and self.network.blend is None
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self.network.device
@@ -112,15 +111,12 @@ class Engine:
 
     def generator(self, purpose: str, device: str | None = None) -> torch.Generator:
         """Random draws for one purpose on this batch; they depend on (seed, batch, purpose)."""
-        return torch.Generator(device or self.device).manual_seed(self._seed(purpose))
+        return torch.Generator(device or self.device).manual_seed(draws.seed(self.state, purpose))
 
     # -- predicting ---------------------------------------------------------------------------
 
     def predict(self, images: Tensor, running: bool = False) -> Tensor:
-        """Logits of the images as the model stands, without a gradient.
-
-        With `running`, BatchNorm normalises with its running statistics.
-        """
+        """Logits as the model stands, without a gradient; `running`: of running statistics."""
         statistics = self.network.running_statistics() if running else nullcontext()
         with statistics, torch.no_grad():
             return self.execution.predict(images)
@@ -181,10 +177,7 @@ class Engine:
         return self.learns and not custom and self.execution.checks_pixels
 
     def step(self, images: Tensor) -> Tensor:
-        """Predict a batch and learn from it; returns the logits of the clean images.
-
-        A step that fails, or is interrupted, leaves model and state as they were before it.
-        """
+        """Predict a batch and learn from it; if that fails, all is as it was before."""
         watched = replace(self.state.watched, events=list(self.state.watched.events))
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
         snapshots = self.watch.states if self.watch else ()
@@ -203,7 +196,7 @@ class Engine:
                 self._moves = unmoved.check(self.theta, self.state.counts, before.counts)
         except BaseException as error:
             self.state, self.selected = before, None
-            self.theta.write(before.theta)
+            self.write()
             if self.watch:
                 self.watch.states = snapshots
             self.group.tell(error)
@@ -217,7 +210,7 @@ class Engine:
             return
         self.state = self.state.restarted(self.source)
         self.state.count(reset=1)
-        self.theta.write(self.source)
+        self.write()
         if self.watch:
             self.watch.forget()
 
@@ -225,7 +218,7 @@ class Engine:
         """Logits of a batch, once it is learned from."""
         if not self.learns:
             self.selected = None
-            return self.predict(images, self.state.watched.running)
+            return self._observed(images)
         if isinstance(self.method, CustomStep):
             return self.method.step(self, images)
         self.network.check_head(images)
@@ -237,17 +230,37 @@ class Engine:
         self.selected = logits[:, 0].bool(), logits[:, 0].bool()
         return logits
 
+    def _observed(self, images: Tensor) -> Tensor:
+        """Logits of a batch that is not learned from; it has a part in BatchNorm's blend."""
+        if self.network.blend is None:
+            return self.predict(images, self.state.watched.running)
+        self._begin_blend(images)
+        with self.execution.stepping(images):
+            given = self.functions.observe, images, self.state.norm
+            logits, self.state.norm = self.execution.run("observe", *given)
+        self.network.write(self.state.norm)
+        return logits  # type: ignore[no-any-return]
+
+    def _begin_blend(self, images: Tensor) -> None:
+        """By the predictions of the first batch, with the source's statistics."""
+        if self.network.blend is not None and not self.state.norm:
+            with self.counted_apart():
+                self.state.norm = self.network.blend.begin(self.predict(images, running=True))
+
     def _step(self, images: Tensor) -> Tensor:
         """The step of one batch; see the top of this file."""
         state = self.state
-        placed, noise = self.execution.place(images), self._noise(images)
-        given = Given(placed, noise, state.host, state.plus, state.classes, self._views(images))
+        self._begin_blend(images)
+        placed = self.execution.place(images)
+        noise = draws.noise(self.network, self.plus, images, self.generator)
+        views = draws.views(self.method, self.group, images, self.generator)
+        given = Given(placed, noise, state.host, state.plus, state.classes, state.norm, views)
         rate = self.rate(self.group.rows(len(images))) * state.watched.scale
         lr = self.theta.rates(state.theta.new_full((), rate))
         moving = Moving(state.theta, state.velocity, lr)
         dense = bool(self.theta.names) and (self.coupled or state.share >= DENSE)
         seen = self.execution.see(given, moving, dense, partial(self._batch, images))
-        terms, moved = seen.terms, seen.moved
+        terms, moved, state.norm = seen.terms, seen.moved, seen.norm
         self.selected = terms.host.rows, terms.plus.rows
         if moved is not None and self.coupled:  # all rows learn at once: nothing to wait for
             state.count(host=terms.host.rows.sum(), plus=terms.plus.rows.sum())
@@ -346,27 +359,10 @@ class Engine:
         state.theta, state.velocity, stepped, dropped = update
         state.count(stepped=stepped, dropped=dropped)
 
-    def _noise(self, images: Tensor) -> list[Tensor]:
-        """FATA's alpha and beta for these rows, from one random draw for all ranks."""
-        if self.plus is None or self.network.tap is None:
-            return []
-        rows, here = self.group.place(len(images))
-        channels, device = self.network.tap.channels(images), images.device
-        draws = self.plus.draw(rows, channels, self.generator("plus"), device)
-        return [part[here].to(device) for part in draws]  # one's own may be elsewhere
-
-    def _views(self, images: Tensor) -> list[Tensor]:
-        """The host's augmented views of these rows, from random draws that all ranks share."""
-        if not self.method.has_views:
-            return []
-        rng = Rng(self.generator("views", "cpu"), self.group.place(len(images)))
-        return [self.method.view(images, rng)]
-
     def _batch(self, images: Tensor, logits: Tensor, features: Sequence[Tensor] = ()) -> Batch:
         """A batch as a method sees it."""
-        seed, group = self._seed("host"), self.group
-        head, real = self.network.head, group.real
-        return Batch(images, logits, self.predict, seed, group, features, head, real)
+        seed, group, head = draws.seed(self.state, "host"), self.group, self.network.head
+        return Batch(images, logits, self.predict, seed, group, features, head, group.real)
 
     # -- where it is --------------------------------------------------------------------------
 
@@ -383,9 +379,16 @@ class Engine:
         self.theta.move(here)
         functions.fisher = None if functions.fisher is None else functions.fisher.to(here)
         self.state.move(here)
+        if self.network.blend:
+            self.network.blend.move(here)
         if self.watch:
             self.watch.forget()
         self.execution.forget()
+
+    def write(self) -> None:
+        """Give the model the weights and the statistics of the state."""
+        self.theta.write(self.state.theta)
+        self.network.write(self.state.norm)
 
     def close(self) -> None:
         """Give the model its own statistics back."""
@@ -394,7 +397,3 @@ class Engine:
 
     def _count(self, **rows: int) -> None:
         self.state.count(**rows)
-
-    def _seed(self, purpose: str) -> int:
-        text = f"{self.state.seed}/{self.state.batches}/{purpose}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from fata._torch import version
 from fata.distributed.ranks import SINGLE, Ranks
 from fata.engine.state import Pass
-from fata.methods.base import Method
+from fata.methods.base import Memory, Method
 from fata.methods.fata import Fata, Perturb
 from fata.methods.feature import FeatureMethod
+from fata.network.blend import StreamStatistics
 from fata.network.head import Head
 from fata.network.logits import logits_of
-from fata.network.norms import BatchStatistics, batch_norms, spare_group_norms
+from fata.network.norms import BatchStatistics, batch_norms, has_running, spare_group_norms
 from fata.network.tap import Tap
 
 
@@ -42,7 +43,10 @@ class Network:
         self.head = Head(model, method.head) if isinstance(method, FeatureMethod) else None
         self.coupled = bool(batch_norms(model)) and method.batch_statistics
         self.joint = self.coupled and plus is not None and plus.bn_stats == "joint"
-        self.statistics = BatchStatistics(model, method.prior) if method.batch_statistics else None
+        self.blend = StreamStatistics(model) if method.blend and has_running(model) else None
+        self.statistics: BatchStatistics | None = self.blend
+        if method.batch_statistics and self.blend is None:
+            self.statistics = BatchStatistics(model, method.prior)
         self.group: Ranks = SINGLE
         self._spared = spare_group_norms(model)
         self._overwrites: bool | None = None  # whether the model changes its images; None: unknown
@@ -139,6 +143,19 @@ class Network:
     def local_statistics(self) -> AbstractContextManager[None]:
         """BatchNorm uses this rank's rows alone."""
         return self.statistics.apart() if self.statistics else nullcontext()
+
+    def observing(self, given: Memory, rows: int) -> AbstractContextManager[None]:
+        """The first pass inside, of a batch of so many rows, has a part in blended statistics."""
+        return self.blend.observing(given, rows) if self.blend else nullcontext()
+
+    def observed(self, logits: Tensor) -> Memory:
+        """The memory of the blended statistics with the batch that is observed."""
+        return self.blend.observed(logits.detach()) if self.blend else {}
+
+    def write(self, norm: Memory) -> None:
+        """Put the blended statistics of a memory in force."""
+        if self.blend:
+            self.blend.write(norm)
 
     def settle(self) -> None:
         """Undo what an interrupt may have left of the contexts above."""

@@ -30,6 +30,7 @@ class State:
     counts: dict[str, int | Tensor] = field(default_factory=dict)
     guard: Memory = field(default_factory=dict)
     watched: Watched = field(default_factory=Watched)
+    norm: Memory = field(default_factory=dict)  # of BatchNorm's statistics, where they are blended
 
     def count(self, **more: int | Tensor) -> None:
         """Add to the counters; those on the device stay there until they are read."""
@@ -37,9 +38,9 @@ class State:
             self.counts[name] = self.counts.get(name, 0) + number
 
     def move(self, device: torch.device) -> None:
-        """Follow the model to another device."""
+        """To another device; the counters are read."""
         self.theta, self.velocity = self.theta.to(device), self.velocity.to(device)
-        for name in ("host", "plus", "classes", "guard"):
+        for name in ("host", "plus", "classes", "guard", "norm"):
             memory: Memory = getattr(self, name)
             setattr(self, name, {at: tensor.to(device) for at, tensor in memory.items()})
         self.counts = {name: int(number) for name, number in self.counts.items()}
@@ -80,6 +81,7 @@ class Pass:
     perturb: Perturb | None = None
     features: Sequence[Tensor] = ()  # the penultimate one, for a method that needs it, or none
     tail: Tensor | None = None  # rows that FATA learns from, to pass no others again; None: all
+    norm: Memory = field(default_factory=dict)  # with this batch
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Given(NamedTuple):
     host: Memory
     plus: Memory
     classes: Memory
+    norm: Memory
     views: Sequence[Tensor] = ()  # augmented images, or nothing
 
 
@@ -147,6 +150,7 @@ class Seen:
         perturb: FATA's perturbation of the batch, or None.
         finite: rows whose logits are.
         pixels: rows whose pixels are known to be; if one is not, the step is undone.
+        norm: memory of BatchNorm's statistics, with this batch; empty where they are not blended.
         first: the pass, if it carries a gradient.
         climbed: whether the model is at SAM's ascent point already.
         moved: the outcome of the whole step, if it was taken already.
@@ -156,6 +160,7 @@ class Seen:
     perturb: Perturb | None
     finite: Tensor
     pixels: Tensor
+    norm: Memory = field(default_factory=dict)
     first: Pass | None = None
     climbed: bool = False
     moved: Moved | None = None

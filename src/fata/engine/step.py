@@ -57,8 +57,14 @@ class Step:
         """Whether a term is balanced over the classes."""
         return self.method.balance or bool(self.plus and self.plus.balance)
 
+    def observe(self, images: Tensor, norm: Memory) -> tuple[Tensor, Memory]:
+        """Logits of a batch that nothing is learned from, and the memory of BatchNorm's blend."""
+        with self.network.observing(norm, len(images)):
+            logits = self.network.predict(images)
+            return logits, self.network.observed(logits)
+
     def first(self, given: Given) -> Pass:
-        """A pass over the whole batch, with FATA's perturbation of it."""
+        """A pass over the whole batch, with FATA's perturbation of it; inside `observing`."""
 
         def perturbation(z: Tensor) -> Perturb:
             assert self.plus is not None
@@ -66,7 +72,8 @@ class Step:
             axis, group = self.network.tap.channel_axis(z), self.network.group
             return self.plus.perturb(z, axis, given.plus, given.noise, group)
 
-        return self.network.tapped(given.images, perturbation)
+        here = self.network.tapped(given.images, perturbation)
+        return replace(here, norm=self.network.observed(here.logits))
 
     def select(self, batch: Batch, given: Given) -> Terms:
         """The rows that each term selects, of those with finite logits."""

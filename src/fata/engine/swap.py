@@ -41,7 +41,7 @@ def put(engine: Engine, held: Held) -> None:
     engine.state, engine.selected = held.state, None
     if engine.watch:
         engine.watch.states = held.snapshots
-    engine.theta.write(held.state.theta)
+    engine.write()
 
 
 def pack_snapshots(snapshots: Sequence[Snapshot]) -> dict[str, Tensor]:

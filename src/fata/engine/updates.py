@@ -1,4 +1,4 @@
-"""How parameters move: plain SGD, and SAM's ascent before it. Pure functions of flat vectors."""
+"""How parameters move: plain SGD, and SAM's ascent before it; and whether they move at all."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 MOMENTUM = 0.9
+FIRST = 4  # steps of which one should move something
 
 
 class Update(NamedTuple):

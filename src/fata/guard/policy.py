@@ -114,6 +114,10 @@ class Engine(Protocol):
         """Whether the rows of a batch see each other, by BatchNorm."""
 
     @property
+    def batch_statistics(self) -> bool:
+        """Whether BatchNorm normalises with the batch at hand alone."""
+
+    @property
     def state(self) -> Adapting:
         """All that changes while a model adapts."""
 
@@ -170,7 +174,8 @@ class Watch:
         """After a batch was learned from: check, if it is time to. Returns what is predicted."""
         state, group, coupled = self._engine.state, self._engine.group, self._engine.coupled
         watched = state.watched
-        if watched.resting and not coupled:
+        batch_statistics = self._engine.batch_statistics
+        if watched.resting and not batch_statistics:
             return logits
         rows = group.rows(len(images))
         interval = min(self.guard.every, max(2, self.guard.every * rows // evidence.BRIEF))
@@ -187,7 +192,7 @@ class Watch:
         watched.since += 1
         watched.answers += rows
         adapted = (due or watched.source_predicts) and not watched.resting
-        statistics = coupled and due and (not settled or not since % (RARELY * interval))
+        statistics = batch_statistics and due and (not settled or not since % (RARELY * interval))
         statistics = statistics or watched.running
         if not adapted and not statistics:
             return logits

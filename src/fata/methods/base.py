@@ -100,9 +100,12 @@ class Method:
 
     Args:
         balance: whether all predicted classes have equal parts in the loss (`balance.py`).
+        blend: whether BatchNorm normalises with a blend of its running statistics and the stream's
+            (`network/blend.py`), instead of the batch's.
     """
 
     balance: bool = dataclasses.field(default=False, kw_only=True)
+    blend: bool = dataclasses.field(default=False, kw_only=True)
 
     name: ClassVar[str]
     params: ClassVar[str | None] = "norm-truncated"  # None: nothing adapts

@@ -37,6 +37,11 @@ def batch_norms(model: nn.Module) -> list[BatchNorm]:
     return [module for module in model.modules() if isinstance(module, BatchNorm)]
 
 
+def has_running(model: nn.Module) -> bool:
+    """Whether a BatchNorm layer has running statistics."""
+    return any(layer.running_mean is not None for layer in batch_norms(model))
+
+
 def spare_group_norms(model: nn.Module) -> list[RemovableHandle]:
     """Keep torch before 2.15 from crashing; the handles take that off again.
 
@@ -68,7 +73,7 @@ class BatchStatistics:
     With a `prior` of N the statistics are the running ones and the batch's, mixed N : 1 (MEMO's
     reading of a single image: N = 16).
 
-    Other statistics for a pass hide a layer's buffers (`_override`) and never replace them: an
+    Other statistics for a pass hide a layer's buffers (`override`) and never replace them: an
     interrupt cannot lose the running ones.
     """
 
@@ -86,7 +91,7 @@ class BatchStatistics:
             layer.track_running_stats = False  # in train mode: the batch's, running ones untouched
             hook = self._mix if prior else self._choose
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(_restore, always_call=True))
+            self._handles.append(layer.register_forward_hook(show_buffers, always_call=True))
 
     def join(self, group: Ranks) -> None:
         """From now on a batch is what all ranks of a group have of it."""
@@ -122,7 +127,7 @@ class BatchStatistics:
     def restore(self) -> None:
         """After a pass that failed: torch calls no hook of a layer that is interrupted."""
         for layer, _, _ in self._layers:
-            _restore(layer)
+            show_buffers(layer)
 
     def settle(self) -> None:
         """Back to how it was made: an interrupt may keep a context from being left."""
@@ -149,10 +154,10 @@ class BatchStatistics:
         return SINGLE if self._alone else self._group
 
     def _choose(self, layer: BatchNorm, args: Any, kwargs: Any) -> Any:
-        _restore(layer)
+        show_buffers(layer)
         if self._rows is not None or self._ranks is not SINGLE:
             return self._normalised(layer, args, kwargs)
-        x = _input(args, kwargs)
+        x = input_of(args, kwargs)
         values = x.numel() // x.shape[1]
         layer.training = (self.active and values > 1) or layer.running_mean is None
         return None
@@ -163,7 +168,7 @@ class BatchStatistics:
         layer.training = mean is None and not self.active
         if not self.active:
             return None
-        x = _input(args, kwargs)
+        x = input_of(args, kwargs)
         axes = [axis for axis in range(x.ndim) if axis != 1]
         wide = widened(x)
         batch_var, batch_mean, values = (
@@ -175,14 +180,14 @@ class BatchStatistics:
             batch_mean = torch.where(values > 1, batch_mean, mean)
             batch_var = torch.where(values > 1, batch_var, var)
         like = batch_mean.detach() if mean is None else mean
-        _override(layer, torch.zeros_like(like), torch.full_like(like, 1 - layer.eps))
+        override(layer, torch.zeros_like(like), torch.full_like(like, 1 - layer.eps))
         shape = [1, -1] + [1] * (x.ndim - 2)
         scale = (batch_var + layer.eps).rsqrt().view(shape)
         normal = ((wide - batch_mean.view(shape)) * scale).to(x.dtype)
         return ((normal, *args[1:]), kwargs) if args else ((normal,), {})
 
     def _mix(self, layer: BatchNorm, args: Any, kwargs: Any) -> None:
-        _restore(layer)
+        show_buffers(layer)
         mean, var = layer.running_mean, layer.running_var
         if mean is None or var is None:
             layer.training = True
@@ -190,19 +195,19 @@ class BatchStatistics:
         layer.training = False
         if not self.active:
             return
-        x = _input(args, kwargs).detach()
+        x = input_of(args, kwargs).detach()
         axes = [axis for axis in range(x.ndim) if axis != 1]
         batch_var, batch_mean, _ = self._ranks.moments(widened(x), axes)
         mixed_mean = torch.lerp(batch_mean.to(mean.dtype), mean, self._share)
-        _override(layer, mixed_mean, torch.lerp(batch_var.to(var.dtype), var, self._share))
+        override(layer, mixed_mean, torch.lerp(batch_var.to(var.dtype), var, self._share))
 
 
-def _override(layer: BatchNorm, mean: Tensor, var: Tensor) -> None:
+def override(layer: BatchNorm, mean: Tensor, var: Tensor) -> None:
     """Other statistics to normalise with: attributes, which hide the buffers of their names."""
     layer.__dict__.update(running_mean=mean, running_var=var)
 
 
-def _restore(layer: BatchNorm, *_: Any) -> None:
+def show_buffers(layer: BatchNorm, *_: Any) -> None:
     """Show the buffers again; safe to call at any time."""
     layer.__dict__.pop("running_mean", None)
     layer.__dict__.pop("running_var", None)
@@ -219,7 +224,8 @@ def _moments(x: Tensor, axes: list[int], rows: Tensor) -> tuple[Tensor, Tensor, 
     return var, mean.flatten(), values
 
 
-def _input(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+def input_of(args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Tensor:
+    """What a layer is given."""
     return args[0] if args else next(iter(kwargs.values()))
 
 

@@ -17,7 +17,7 @@ from fata.methods.base import CustomStep, Method
 from fata.methods.fata import Fata
 from fata.methods.losses import entropy
 from fata.methods.selection import reliable
-from fata.network.norms import BatchStatistics
+from fata.network.norms import BatchStatistics, batch_norms
 from fata.zoo import tiny
 
 ROWS = (16, 1)
@@ -44,11 +44,17 @@ class Case:
         changes = {**given, **changes}
         if changes["method"].wants_fisher:
             changes["fisher_data"] = [images(8, seed=6).to(self.dtype)]
-        return Adapter(network(self.net).to(self.dtype), **changes)
+        return Adapter(self.network(), **changes)
+
+    def network(self) -> nn.Module:
+        """A new copy of the network; one whose statistics are blended was trained on the images."""
+        model = network(self.net).to(self.dtype)
+        return fit_statistics(model) if self.method.blend else model
 
     def plain(self) -> Adapter:
         """An adapter that learns nothing, with the same BatchNorm statistics."""
-        return self.adapter(method=Norm() if self.method.batch_statistics else Source(), plus=None)
+        norm = Norm(blend=self.method.blend)
+        return self.adapter(method=norm if self.method.batch_statistics else Source(), plus=None)
 
     def stream(self) -> list[Tensor]:
         """Batches of images that are partly easy and partly hard for the network."""
@@ -83,6 +89,20 @@ def images(n: int, seed: int = 7) -> Tensor:
 def network(name: str) -> nn.Module:
     """A small network that is confident on some images and not on others."""
     return deepcopy(_calibrated(name))
+
+
+def fit_statistics(model: nn.Module) -> nn.Module:
+    """The model with BatchNorm's running statistics as if it was trained on these images."""
+    layers = batch_norms(model)
+    for layer in layers:
+        layer.momentum = 1.0
+        layer.train()
+    with torch.no_grad():
+        model(images(64).to(next(model.parameters())))
+    for layer in layers:
+        layer.momentum = 0.1
+        layer.eval()
+    return model
 
 
 @cache

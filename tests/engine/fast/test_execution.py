@@ -137,6 +137,20 @@ def test_some_rows_are_selected(net, spec, device, full_precision):
     assert counts["stepped"] > 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("spec", ["norm", "tent", "eata+fata", "sar+fata", "deyo+fata"])
+def test_blended_statistics_are_captured(spec, device, full_precision):
+    """FATA's tail, and SAM's second pass, use those of this batch, as the exact step does."""
+    fields = half_of_the_rows("resnet_bn", spec) if spec not in ("norm", "tent") else {}
+    exact, quick = (
+        run("resnet_bn", spec, speed, device, blend=True, **fields) for speed in ("exact", "fast")
+    )
+    same(exact, quick)
+    assert exact[0]._engine.state.norm["weight"].any()  # the stream's have a part in them
+    for name, buffer in exact[0].model.named_buffers():
+        torch.testing.assert_close(quick[0].model.get_buffer(name), buffer, **DOUBLE)
+
+
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("spec", ["eata+fata", "sar", "sar+fata", "deyo+fata"])
 def test_without_padding_it_is_the_same(net, spec, monkeypatch):
@@ -399,11 +413,17 @@ def test_nothing_selected_moves_nothing(net):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "spec"),
-    [("resnet_gn", "sar+fata"), ("vit_ln", "eata+fata"), ("resnet_bn", "deyo+fata")],
+    [
+        ("resnet_gn", "sar+fata"),
+        ("vit_ln", "eata+fata"),
+        ("resnet_bn", "deyo+fata"),
+        ("resnet_bn", "eata+fata blended"),
+    ],
 )
 def test_compiled_programs_give_the_same(net, spec, monkeypatch):
     """Traced through the model, the loss and the way back; the compiler's last part left out."""
-    fields = half_of_the_rows(net, spec)
+    spec, *blend = spec.split()
+    fields = {**half_of_the_rows(net, spec), "blend": bool(blend)}
     expected = run(net, spec, "fast", "cpu", **fields)
     whole = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(captured.torch, "compile", whole)

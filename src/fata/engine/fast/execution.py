@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from fata.engine.fast.captured import CapturedFunction, MemoryPools, StaticInput
 from fata.engine.fast.trees import batch_of, flatten, structure
 from fata.engine.state import Given, Moved, Moving, Pass, Rows, Seen, Terms
 from fata.engine.step import Step
-from fata.methods.base import Batch
+from fata.methods.base import Batch, Memory
 from fata.methods.fata import Perturb
 from fata.methods.selection import Selection
 from fata.network.norms import norm_layers
@@ -58,6 +58,7 @@ class Outcome(NamedTuple):
     mean_probs: Sequence[Tensor]  # one, or none
     perturb: Sequence[Perturb]  # likewise
     features: Sequence[Tensor]  # likewise
+    norm: Memory
 
 
 @dataclass
@@ -178,14 +179,15 @@ class Fast(Direct):
             moved, outcome = self._captured("whole", self._whole, given, moving, moves=True)
             if fine and not fine.read():  # known while the capture still runs
                 raise NotFiniteError
+        self.network.write(outcome.norm)
         shown = batch(outcome.logits, outcome.features)
         terms = Terms(shown, outcome.host, outcome.plus, outcome.mean_probs, given.views)
         if method.select_runs_model:
             terms = self.step.select(terms.batch, given)
         perturb = outcome.perturb[0] if outcome.perturb else None
         pixels = outcome.pixels.expand_as(outcome.finite)
-        climbed = dense and sharp
-        return Seen(terms, perturb, outcome.finite, pixels, climbed=climbed, moved=moved)
+        seen = Seen(terms, perturb, outcome.finite, pixels, outcome.norm, moved=moved)
+        return replace(seen, climbed=dense and sharp)
 
     def rows(self, index: Tensor, name: str) -> Rows:
         """Rows to gather, padded to a size that there is a capture for."""
@@ -205,17 +207,22 @@ class Fast(Direct):
             return self.network.predict(images)
 
     def _see(self, given: Given) -> Outcome:
-        with torch.no_grad():
+        with torch.no_grad(), self._observing(given):
             return _outcome(*self._first(given))
 
     def _up(self, given: Given, theta: Tensor) -> tuple[Tensor, Outcome]:
-        first, terms = self._first(given)
-        return *self.step.climb(first, terms, theta), _outcome(first, terms)
+        with self._observing(given):
+            first, terms = self._first(given)
+            return *self.step.climb(first, terms, theta), _outcome(first, terms)
 
     def _whole(self, given: Given, moving: Moving) -> tuple[Moved, Outcome]:
-        first, terms = self._first(given)
-        moved = self.step.descend(first, terms, terms, given.host, moving)
-        return moved, _outcome(first, terms)
+        with self._observing(given):
+            first, terms = self._first(given)
+            moved = self.step.descend(first, terms, terms, given.host, moving)
+            return moved, _outcome(first, terms)
+
+    def _observing(self, given: Given) -> AbstractContextManager[None]:
+        return self.network.observing(given.norm, len(given.images))
 
     def _first(self, given: Given) -> tuple[Pass, Terms]:
         """A pass over the batch, and what is selected of it; nothing yet if that runs the model."""
@@ -328,13 +335,6 @@ class Fast(Direct):
 def _outcome(first: Pass, terms: Terms) -> Outcome:
     perturb = [first.perturb] if first.perturb else []
     batch, pixels = terms.batch, terms.batch.images.isfinite().all()
-    return Outcome(
-        batch.logits,
-        batch.finite,
-        pixels,
-        terms.host,
-        terms.plus,
-        terms.mean_probs,
-        perturb,
-        batch.features,
-    )
+    shown = batch.logits, batch.finite, pixels
+    terms_of = terms.host, terms.plus, terms.mean_probs
+    return Outcome(*shown, *terms_of, perturb, batch.features, first.norm)

@@ -124,3 +124,37 @@ def test_no_stages_names_candidates():
     with pytest.raises(ValueError, match=r"no stages and no stack of blocks.*'body', 'norm'"):
         fata.adapt(Flat(), "tent+fata")
     assert fata.adapt(Flat(), "tent+fata", layer="body")(torch.rand(3, 4)).shape == (3, 4)
+
+
+class Pair(nn.Module):
+    """Gives a map and its means."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x):
+        z = self.conv(x)
+        return z, z.mean((2, 3))
+
+
+class Skipping(nn.Module):
+    """What is before the tapped layer goes past it, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.pair = nn.Conv2d(3, 3, 1), Pair()
+        self.norm, self.fc = nn.GroupNorm(2, 4), nn.Linear(11, 10)
+
+    def forward(self, x):
+        x = self.before(x)
+        z, means = self.pair(x)
+        return self.fc(torch.cat((self.norm(z).mean((2, 3)), means, x.mean((2, 3))), 1))
+
+
+def test_the_tail_of_some_rows_is_the_models_output_for_them():
+    torch.manual_seed(0)
+    model, images, rows = Skipping(), torch.rand(6, 3, 8, 8), torch.tensor([4, 1])
+    recording = Tap(model, "pair").record(images)
+    torch.testing.assert_close(recording.tail(recording.z[rows], rows), model(images)[rows])
+    torch.testing.assert_close(recording.tail(recording.z), model(images))

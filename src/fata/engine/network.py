@@ -92,13 +92,14 @@ class Network:
         perturb = perturbation(z)
         if self.joint:
             self.passed(rows_tail=2 * rows)
-            both = logits_of(recording.tail(torch.cat((z, perturb(z)))), 2 * rows)
+            twice = torch.arange(rows, device=z.device).repeat(2)
+            both = logits_of(recording.tail(torch.cat((z, perturb(z))), twice), 2 * rows)
             return Pass(both[:rows], lambda _: both[rows:], perturb, self._features(rows))
 
         def augmented(some: Tensor | None) -> Tensor:
             perturbed = perturb(z) if some is None else perturb.at(some)(z[some])
             self.passed(rows_tail=len(perturbed))
-            logits = logits_of(recording.tail(perturbed), len(perturbed))
+            logits = logits_of(recording.tail(perturbed, some), len(perturbed))
             self._features(rows)  # of z', which nobody asks for
             return logits
 

@@ -118,17 +118,13 @@ class Recording:
         """The layer's output; where it gives several tensors, the first with a row an image."""
         return _first(self.layer_output, len(self.images), self.tap.layer)
 
-    def tail(self, z: Tensor) -> Any:
-        """The model's output if the layer had returned z.
-
-        z may have twice the rows of the pass: then every kept output is returned twice over.
-        """
-        twice = len(z) == 2 * len(self.images)
-        images = torch.cat((self.images, self.images)) if twice else self.images
-        forwards: dict[nn.Module, Forward] = {self.tap.target: self._layer_returning(z)}
+    def tail(self, z: Tensor, rows: Tensor | None = None) -> Any:
+        """The model's output if the layer had returned z, of all rows or of these."""
+        images = self.images if rows is None else self.images[rows]
+        forwards: dict[nn.Module, Forward] = {self.tap.target: self._layer_returning(z, rows)}
         for module, outputs in self.memory.items():
-            if twice:
-                outputs = [_doubled(output, len(self.images)) for output in outputs]
+            if rows is not None:
+                outputs = [_at(output, rows, len(self.images)) for output in outputs]
             forwards[module] = _from_memory(module, outputs, module in self.tap._cloned)
         with replaced_forwards(forwards):
             return self.tap.call(images)
@@ -170,8 +166,13 @@ class Recording:
         output = _cloned(output) if module in self.tap._cloned else output
         return Call(module, output, _versions(output))
 
-    def _layer_returning(self, z: Tensor) -> Forward:
-        return lambda *args, **kwargs: _with(self.layer_output, self.z, z)
+    def _layer_returning(self, z: Tensor, rows: Tensor | None) -> Forward:
+        def other(leaf: Any) -> Any:
+            if leaf is self.z:
+                return z
+            return leaf if rows is None else _at(leaf, rows, len(self.images))
+
+        return lambda *args, **kwargs: tree_map(other, self.layer_output)
 
 
 @contextmanager
@@ -229,21 +230,18 @@ def _first(output: Any, rows: int, layer: str) -> Tensor:
     )
 
 
-def _with(output: Any, z: Tensor, other: Tensor) -> Any:
-    """The layer's output with z replaced."""
-    return tree_map(lambda leaf: other if leaf is z else leaf, output)
-
-
 def _cloned(output: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
 
 
-def _doubled(output: Any, rows: int) -> Any:
-    def twice(leaf: Any) -> Any:
-        by_row = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == rows
-        return torch.cat((leaf, leaf)) if by_row else leaf
+def _at(output: Any, rows: Tensor, count: int) -> Any:
+    """Of what has a row an image, these rows."""
 
-    return tree_map(twice, output)
+    def some(leaf: Any) -> Any:
+        by_row = isinstance(leaf, Tensor) and leaf.ndim > 0 and len(leaf) == count
+        return leaf[rows] if by_row else leaf
+
+    return tree_map(some, output)
 
 
 def _versions(output: Any) -> list[int]:

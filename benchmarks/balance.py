@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import fata
+from benchmarks.presets import HOSTS
 from benchmarks.speed import markdown
 from fata.bench.grid import Grid
 from fata.bench.run.local import missing, run
@@ -30,7 +31,7 @@ from fata.bench.store import Record, Store
 from fata.commands.progress import ProgressDisplay
 from fata.corruptions import EXTRA
 from fata.engine import step
-from fata.methods import HOSTS, balance
+from fata.methods import balance
 from fata.methods.base import Batch, Memory
 from fata.methods.losses import weighted_mean
 from fata.methods.selection import Selection
@@ -60,6 +61,11 @@ def _share(batch: Batch, mean_probs: Tensor) -> Tensor:
     return (1 / (batch.classes * mean_probs[batch.pseudo_label])).clamp(max=1)
 
 
+def _bounded(batch: Batch, mean_probs: Tensor) -> Tensor:
+    """2 / (m[y] + 1 / C): no class counts over twice as much as one with an even share."""
+    return 2 / (mean_probs[batch.pseudo_label] + 1 / batch.classes)
+
+
 def _shrunk(values: Tensor, selection: Selection, *others: Any) -> Tensor:
     """The mean of w f l: less is learned where classes are uneven."""
     group, factor = others
@@ -70,6 +76,7 @@ def _shrunk(values: Tensor, selection: Selection, *others: Any) -> Tensor:
 
 FORMS: dict[str, dict[str, Callable[..., Tensor]]] = {
     "equal parts": {},
+    "bounded": {"rarity": _bounded},
     "counts": {"mean_prediction": _counted},
     "shrunk": {"rarity": _share, "weighted_mean": _shrunk},
 }
@@ -150,14 +157,17 @@ def main() -> None:
     parser.add_argument("--domains", nargs="+", default=list(EXTRA))
     parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
     parser.add_argument("--form", default="equal parts", choices=list(FORMS))
+    parser.add_argument("--fields", default="", help="of every method: fisher_alpha=0:lr=0.0025")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--store", type=Path, default=Path("balance.db"))
     args = parser.parse_args()
+    names = [host + more for host in args.hosts for more in COLUMNS.values()]
+    fields = f":{args.fields}" if args.fields else ""
     grid = Grid(
         models=tuple(args.models),
         data=(args.data,),
-        methods=("source", *(host + more for host in args.hosts for more in COLUMNS.values())),
+        methods=("source", *(f"{name}{fields}" for name in names)),
         scenarios=tuple(args.scenarios),
         domains=tuple(args.domains),
         images=args.images,

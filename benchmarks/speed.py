@@ -29,10 +29,10 @@ from torch import Tensor, nn
 import fata
 from benchmarks import share as shares
 from benchmarks.plain import Plain
+from benchmarks.presets import HOSTS
 from benchmarks.race import WARM_GPU, Call, Runner, race, times
 from benchmarks.share import Share
 from fata.guard.policy import RARELY, SETTLED, SOONER
-from fata.methods import HOSTS
 from fata.network.norms import batch_norms
 from fata.zoo import ZooError, mini
 

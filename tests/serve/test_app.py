@@ -172,8 +172,33 @@ def test_streams_are_managed(tmp_path):
         assert "no such stream" in error(one.post(f"{STREAM}/reset"), 404)
         for wrong in ({"frozen": None}, {"frozen": 1}, {"lr": -1}, {"other": 1}, []):
             error(one.put(STREAM, json=wrong), 422)
-        assert "tent+fata" in error(one.put(STREAM, json={"method": "sar"}), 409)
+        for wrong in ("deyo+fato", "os:System", "auto"):  # nothing is imported
+            assert "sar+fata" in error(one.put(STREAM, json={"method": wrong}), 422)
     assert [path.name for path in tmp_path.iterdir()] == [".lease"]
+
+
+def test_a_stream_may_have_another_method(tmp_path):
+    batches = list(pixels(20).split(4))
+    sar = {"spec": "sar", "lr": 0.2}
+    with client(folder=tmp_path, fleet={"in_memory": 1}) as one:
+        made = one.put(STREAM, json={"method": "sar", "lr": 0.2}).json()
+        assert (made["method"], made["lr"]) == ("sar", 0.2)
+        found = {"camera-7": [], "door": []}
+        for batch in batches:
+            for name in found:
+                found[name].append(probabilities(predict(one, name, batch).json()))
+        state = one.get(f"{STREAM}/state").content
+        assert "method" in error(one.put("/v1/streams/door/state", content=state), 422)
+        assert one.put(f"{STREAM}/state", content=state).status_code == 204
+        assert one.get("/v1/streams/door").json()["method"] == "tent+fata"
+    assert found["door"] == expected(batches)
+    alone = adapter(**sar)
+    assert found["camera-7"] == [alone(batch).softmax(1).tolist() for batch in batches]
+    with client(folder=tmp_path) as one:
+        assert one.get(STREAM).json()["method"] == "sar"
+        assert one.get(STREAM).json()["batches"] == 5
+        assert one.put(STREAM, json={"method": None}).json()["batches"] == 0
+        assert one.get(STREAM).json()["method"] == "tent+fata"
 
 
 def test_a_state_goes_down_and_up(tmp_path):

@@ -221,13 +221,12 @@ def _add_management(app: FastAPI, service: Service, access: Access) -> None:
     async def configure(
         stream: str, change: schemas.StreamChange, authorization: Authorization
     ) -> Any:
-        """Create a stream, or change what is set for it."""
+        """Create a stream, or change what is set for it.
+
+        Another method restarts the stream from the source weights.
+        """
         access.check(authorization, stream)
         given = change.model_dump(exclude_unset=True)
-        method = given.pop("method", None)
-        if method not in (None, service.fleet.adapter.name):
-            own = service.fleet.adapter.name
-            raise ServiceError(409, f"this server's method is {own}: start another one.")
         if given.get("frozen", True) is None:
             raise ServiceError(422, "frozen: must be true or false.")
         await asyncio.to_thread(service.configure, stream, **given)

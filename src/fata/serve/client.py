@@ -114,7 +114,7 @@ class Client:
         found: dict[str, Any] = json.loads(self._request("GET", _path(stream)))
         return found
 
-    def configure(self, stream: str, **changes: bool | float | None) -> dict[str, Any]:
+    def configure(self, stream: str, **changes: bool | float | str | None) -> dict[str, Any]:
         """Create a stream, or change `frozen` or `lr`."""
         body = json.dumps(changes).encode()
         found: dict[str, Any] = json.loads(

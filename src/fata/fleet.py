@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from fata.adapter import Adapter
 from fata.distributed.ranks import SINGLE
 from fata.engine import checkpoint, swap
 from fata.engine.record import StepRecord, record
-from fata.shared_network import Make, Member, SharedNetwork
+from fata.shared_network import Make, Member, SharedNetwork, Stream
 from fata.stream_settings import NAME, StreamSettings, check_name
 
 if TYPE_CHECKING:
@@ -35,17 +35,6 @@ POLL = 0.01  # seconds between two tries to get a stream that another process ho
 
 class StreamBusyError(RuntimeError):
     """Another process that shares the folder holds the stream."""
-
-
-@dataclass
-class _Stream:
-    """A stream in memory."""
-
-    held: swap.Held
-    settings: StreamSettings
-    member: Member  # the adapter of its method
-    changed: bool = False  # since it was saved
-    unsaved: int = 0  # batches since then
 
 
 class Fleet:
@@ -102,7 +91,7 @@ class Fleet:
             self._leases = Leases(self.folder)
         self._lock = threading.RLock()
         self._network = SharedNetwork(adapter, make)
-        self._streams: OrderedDict[str, _Stream] = OrderedDict()  # the latest used is last
+        self._streams: OrderedDict[str, Stream] = OrderedDict()  # the latest used is last
         self.swaps = self.reads = self.writes = 0  # in memory, from disk and to it
 
     def __call__(self, name: str, images: Tensor) -> Tensor:
@@ -138,6 +127,23 @@ class Fleet:
         ):
             return engine.predict(images, running=True).detach()
 
+    def source_only(self, name: str) -> bool:
+        """Whether the source model predicts a stream in memory, as it learns nothing."""
+        stream = self._streams.get(name)
+        return stream is not None and stream.source_only
+
+    def step_together(self, images: Mapping[str, Tensor]) -> list[tuple[Tensor, StepRecord]]:
+        """What `step` returns for several streams that are `source_only`, by one forward pass."""
+        logits = self.predict_source(torch.cat(list(images.values())))
+        found = []
+        parts = logits.split([len(rows) for rows in images.values()])
+        for name, part in zip(images, parts, strict=True):
+            with self.stream(name) as adapter:
+                engine = adapter._live()
+                engine.selected, engine.source_predicted = None, True
+                found.append((part, record(engine, part, learned=False)))
+        return found
+
     @contextmanager
     def stream(self, name: str, wait: float = 0.0) -> Iterator[Adapter]:
         """The adapter in the state of one stream; no other thread uses it meanwhile.
@@ -152,12 +158,12 @@ class Fleet:
             adapter = stream.member.adapter
             with adapter._lock:
                 self._swap_in(name, stream)
-                before = _mark(stream.held)
+                before = stream.mark
                 try:
                     yield adapter
                 finally:
                     stream.held = swap.take(adapter._live())
-                    stream.changed |= _mark(stream.held) != before
+                    stream.changed |= stream.mark != before
                     self._evict()
 
     # -- which streams there are --------------------------------------------------------------
@@ -226,7 +232,7 @@ class Fleet:
             if member is self._network.member(self.settings(name).method):
                 stream = self._streams.get(name) or self._read(name)
             else:
-                stream = _Stream(member.fresh(), settings, member)
+                stream = Stream(member.fresh(), settings, member)
                 if path := self._path(name, STATE):
                     path.unlink(missing_ok=True)
             if path := self._path(name, SETTINGS):
@@ -317,7 +323,7 @@ class Fleet:
         for member in self._network:
             member.active = None if member.active == name else member.active
 
-    def _swap_in(self, name: str, stream: _Stream) -> None:
+    def _swap_in(self, name: str, stream: Stream) -> None:
         """The stream in the adapter of its method."""
         member, rate = stream.member, stream.settings.lr
         engine = member.adapter._live()
@@ -331,18 +337,18 @@ class Fleet:
             member.active = name
             self.swaps += 1
 
-    def _read(self, name: str) -> _Stream:
+    def _read(self, name: str) -> Stream:
         """A stream from disk, or at the source weights."""
         settings, path = self.settings(name), self._path(name, STATE)
         member = self._network.member(settings.method)
         if path is None or not path.exists():
-            return _Stream(member.fresh(), settings, member)
+            return Stream(member.fresh(), settings, member)
         self.reads += 1
-        return _Stream(member.unpack(checkpoint.load(path)), settings, member)
+        return Stream(member.unpack(checkpoint.load(path)), settings, member)
 
     def _put(self, name: str, member: Member, held: swap.Held) -> None:
         with self._owned(name):
-            self._streams[name] = _Stream(held, self.settings(name), member, changed=True)
+            self._streams[name] = Stream(held, self.settings(name), member, changed=True)
             self._inactive(name)
             with _logged():
                 self._save(name)
@@ -380,11 +386,6 @@ def _logged() -> Iterator[None]:
         yield
     except OSError as error:
         log.warning("%s", error)
-
-
-def _mark(held: swap.Held) -> tuple[int, int, int]:
-    """Another one once the state has changed."""
-    return id(held.state), held.state.batches, int(held.state.counts.get("not_finite", 0))
 
 
 def _constant(rate: float) -> Callable[[int], float]:

@@ -1,4 +1,7 @@
-"""Adapters of several methods on one network: they share every weight that none of them moves."""
+"""Adapters of several methods on one network, and the streams that they are at work on.
+
+They share every weight that none of them moves.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from torch import nn
 from fata.adapter import Adapter, adapt
 from fata.engine import checkpoint, swap
 from fata.methods import parse
+from fata.stream_settings import StreamSettings
 
 Make = Callable[[nn.Module, str], Adapter]
 
@@ -50,6 +54,32 @@ class Member:
         engine = self.adapter._live()
         engine.rate, self.active = self.rate, None
         swap.put(engine, self._own)
+
+
+@dataclass
+class Stream:
+    """A stream in memory."""
+
+    held: swap.Held
+    settings: StreamSettings
+    member: Member  # of its method
+    changed: bool = False  # since it was saved
+    unsaved: int = 0  # batches since then
+
+    @property
+    def mark(self) -> tuple[int, int, int]:
+        """Another one once the state has changed."""
+        state = self.held.state
+        return id(state), state.batches, int(state.counts.get("not_finite", 0))
+
+    @property
+    def source_only(self) -> bool:
+        """Whether the source model predicts each of its rows by itself, as nothing is learned."""
+        engine, state = self.member.adapter._live(), self.held.state
+        if engine.coupled or not engine.adapts:
+            return not engine.coupled
+        fresh = state.theta is engine.source and not state.host
+        return self.settings.frozen and (fresh or state.watched.source_predicts)
 
 
 class SharedNetwork:

@@ -65,10 +65,11 @@ class Engine:
     def _drifts(self) -> bool:
         """Whether there is something that could go wrong over time."""
         episodic = isinstance(self.method, CustomStep) and self.method.episodic
-        return self._adapts and not episodic
+        return self.adapts and not episodic
 
     @property
-    def _adapts(self) -> bool:
+    def adapts(self) -> bool:
+        """Whether there is anything that could be learned."""
         return bool(self.theta.names) or self.method.gradient_free
 
     @property
@@ -172,7 +173,7 @@ class Engine:
     def learns(self) -> bool:
         """Whether the next batch is learned from."""
         watched = self.state.watched
-        return self._adapts and not (watched.resting or watched.running)
+        return self.adapts and not (watched.resting or watched.running)
 
     @property
     def checks_pixels(self) -> bool:

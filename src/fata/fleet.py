@@ -136,7 +136,7 @@ class Fleet:
         """What `step` returns for several streams that are `source_only`, by one forward pass."""
         logits = self.predict_source(torch.cat(list(images.values())))
         found = []
-        parts = logits.split([len(rows) for rows in images.values()])
+        parts = torch.split(logits, [len(rows) for rows in images.values()])
         for name, part in zip(images, parts, strict=True):
             with self.stream(name) as adapter:
                 engine = adapter._live()

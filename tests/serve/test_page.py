@@ -124,3 +124,17 @@ def test_a_token_is_asked_for_and_names_are_text(browser):
         find(browser, "#token").send_keys(TOKEN)
         until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
         until(browser, lambda: not find(browser, "#error").is_displayed())
+
+
+def test_the_interface_is_shown_without_a_network(browser):
+    pytest.importorskip("fastapi_offline", reason="has the scripts of /docs")
+    with page(browser):
+        until(browser, lambda: find(browser, "#empty").is_displayed())
+        find(browser, "header a").click()
+        until(browser, lambda: len(texts(browser, ".opblock")) > 10)
+        hosts = browser.execute_script(
+            "return performance.getEntriesByType('resource').map(e => new URL(e.name).host)"
+        )
+        assert hosts
+        assert set(hosts) == {browser.execute_script("return location.host")}
+        assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []

@@ -57,6 +57,7 @@ class Engine:
         self.functions = Step(self.network, method, plus, theta)
         self.execution = execution(self.functions)
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
+        self.loss: Tensor | None = None  # of the last batch; None: no step was taken
         self.source_predicted = False  # whether the last batch's logits are the source model's
         self._moves = False  # whether a step has moved something, or was said not to
         self.state = self.fresh()
@@ -255,7 +256,7 @@ class Engine:
         else:
             moved = self._learn(seen, given.images, moving)
         if moved is not None:
-            state.theta, state.velocity, state.host, stepped, dropped = moved
+            state.theta, state.velocity, state.host, stepped, dropped, self.loss = moved
             state.count(stepped=stepped, dropped=dropped)
         if terms.mean_probs:
             state.classes = {"mean_probs": terms.mean_probs[0]}

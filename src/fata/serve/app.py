@@ -199,7 +199,9 @@ def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
     async def history(stream: str, authorization: Authorization) -> Any:
         """The latest batches of a stream since the server started."""
         access.check(authorization, stream)
-        return {"points": service.history(stream)}
+        points, labels = service.history(stream), service.loaded.labels
+        shown = {label for point in points for label in point["classes"]} if labels else ()
+        return {"points": points, "names": {label: labels[int(label)] for label in shown}}
 
     @app.get(f"{STREAM}/images", response_model=schemas.LatestImages, tags=["streams"])
     async def images(stream: str, authorization: Authorization) -> Any:

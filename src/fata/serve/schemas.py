@@ -87,6 +87,7 @@ class Points(BaseModel):
     """The latest batches of a stream since the server started."""
 
     points: list[Point]
+    names: dict[str, str] = Field(description="Of the labels, if the server knows them.")
 
 
 class LatestImage(BaseModel):

@@ -50,6 +50,27 @@ def test_a_record_says_what_a_batch_came_to():
     assert len(kept.records) == 6
 
 
+@pytest.mark.parametrize("net", ["resnet_gn", "resnet_bn"])
+def test_the_loss_is_what_was_minimised(net):
+    """Of TENT the mean entropy before the step; None where no step was taken."""
+    kept = Kept()
+    given = {"lr": 0.05, "guard": None, "callbacks": [kept]}
+    one = fata.adapt(network(net), "tent", **given)
+    for batch in BATCHES:
+        one(batch)
+        assert kept.records[-1].loss == pytest.approx(kept.records[-1].entropy, rel=1e-4)
+    none = fata.adapt(network(net), "sar", threshold=1e-6, **given)
+    none(BATCHES[0])
+    assert kept.records[-1].loss is None or net == "resnet_bn"
+    both = fata.adapt(network(net), "tent+fata", **given)
+    both(BATCHES[0])
+    assert both.selected["fata"].any()
+    assert kept.records[-1].loss > kept.records[-1].entropy
+    with both.frozen():
+        both(BATCHES[1])
+    assert both._live().loss is None
+
+
 def test_they_change_nothing():
     ours, theirs = adapted(Kept()), adapted()
     for batch in BATCHES:

@@ -164,6 +164,59 @@ def test_a_stream_has_its_own_rate(tmp_path):
             fleet.configure("north", **wrong)
 
 
+@pytest.mark.parametrize("net", ["resnet_gn", "resnet_bn"])
+def test_streams_of_several_methods_share_a_network(net, tmp_path):
+    """Each is bit-equal to an adapter alone, and what no method moves is in memory once."""
+    methods = {"a": None, "b": "tent", "c": "eata+fata", "d": "neo", "e": "source", "f": "cotta"}
+    given = {"lr": 0.05, "guard": GUARD, "seed": 3}
+
+    def make(model, spec):
+        own = {"fisher_alpha": 0} if "eata" in spec else {}
+        return fata.adapt(model, spec, **given, **own)
+
+    fleet = fata.Fleet(adapter(net), tmp_path, in_memory=2, make=make)
+    for name, method in methods.items():
+        fleet.configure(name, method=method)
+    found = {name: [fleet(name, batches("north")[0])] for name in methods}
+    for batch in batches("north")[1:]:
+        for name in methods:
+            found[name].append(fleet(name, batch))
+    for name, method in methods.items():
+        alone = make(network(net), method) if method else adapter(net)
+        assert all(torch.equal(x, alone(b)) for x, b in zip(found[name], batches("north")))  # noqa: B905
+        with fleet.stream(name) as adapted:
+            assert adapted.name == (method or "sar+fata")
+            assert same(adapted.state_dict(), alone.state_dict())
+    weights = [dict(m.adapter.model.named_parameters()) for m in fleet._network]
+    for name in weights[0]:
+        places = {named[name].data_ptr() for named in weights[:-1]}  # cotta moves all
+        assert len(places) == 1 or "norm" in name or "bn" in name, name
+    fleet.close()
+    assert fata.Fleet(adapter(net), tmp_path, make=make).settings("b").method == "tent"
+
+
+def test_another_method_starts_at_the_source_weights(tmp_path):
+    fleet = fata.Fleet(adapter(), tmp_path, save_every=1)
+    first, second = batches("north")[:2]
+    fleet("north", first)
+    fleet.configure("north", method="sar+fata")  # which it has already
+    with fleet.stream("north") as adapted:
+        assert adapted.counts["seen"] == 6
+    fleet.configure("north", method="tent")
+    assert not (tmp_path / "north.safetensors").exists()
+    logits = fleet("north", second)
+    with fleet.stream("north") as adapted:
+        assert (adapted.name, adapted.counts["seen"]) == ("tent", 6)
+    assert torch.equal(logits, network("resnet_gn")(second))
+    fleet.close()
+    again = fata.Fleet(adapter(), tmp_path)
+    with again.stream("north") as adapted:
+        assert (adapted.name, adapted.counts["seen"]) == ("tent", 6)
+    for wrong in ("deyo+fato", "os:System", 3):
+        with pytest.raises(ValueError, match="choose one of"):
+            again.configure("north", method=wrong)
+
+
 @pytest.mark.parametrize(
     "name", ["", ".", "..", "../x", "a/b", "a\\b", ".hidden", "a\0b", "a b", "x" * 129, "ä", None]
 )

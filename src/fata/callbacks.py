@@ -23,6 +23,7 @@ def numbers(record: StepRecord) -> dict[str, float]:
         "fata/source_predicted": float(record.source_predicted),
         "fata/guard_events": float(len(record.events)),
         **selected,
+        **({} if record.loss is None else {"fata/loss": record.loss}),
     }
 
 
@@ -95,6 +96,7 @@ class Prometheus:
         by = ["stream"]
         self._images = Counter("fata_images", "Images predicted.", by, **given).labels(stream)
         self._entropy = Gauge("fata_entropy", "Mean entropy of a batch.", by, **given)
+        self._loss = Gauge("fata_loss", "Loss of a batch.", by, **given)
         self._selected = Counter("fata_selected_rows", "Rows selected.", [*by, "term"], **given)
         self._events = Counter("fata_guard_events", "Actions.", [*by, "action"], **given)
         self._source = Gauge("fata_source_predicted", "1: the source model's.", by, **given)
@@ -105,6 +107,8 @@ class Prometheus:
         self._images.inc(record.rows)
         self._entropy.labels(self._stream).set(record.entropy)
         self._source.labels(self._stream).set(record.source_predicted)
+        if record.loss is not None:
+            self._loss.labels(self._stream).set(record.loss)
         for term, rows in record.selected.items():
             self._selected.labels(self._stream, term).inc(rows)
         for event in record.events:

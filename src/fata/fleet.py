@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from fata.adapter import Adapter
 from fata.distributed.ranks import SINGLE
 from fata.engine import checkpoint, swap
 from fata.engine.record import StepRecord, record
+from fata.shared_network import Make, Member, SharedNetwork, Stream
 from fata.stream_settings import NAME, StreamSettings, check_name
 
 if TYPE_CHECKING:
@@ -34,16 +35,6 @@ POLL = 0.01  # seconds between two tries to get a stream that another process ho
 
 class StreamBusyError(RuntimeError):
     """Another process that shares the folder holds the stream."""
-
-
-@dataclass
-class _Stream:
-    """A stream in memory."""
-
-    held: swap.Held
-    settings: StreamSettings
-    changed: bool = False  # since it was saved
-    unsaved: int = 0  # batches since then
 
 
 class Fleet:
@@ -60,6 +51,8 @@ class Fleet:
         in_memory: most streams that are held in memory, if there is a folder.
         save_every: batches of a stream after which its state is saved; None: when it leaves the
             memory, on `save` and on `close`.
+        make: an adapter from a model and a method's name, for streams of another method; None:
+            `fata.adapt` with the guard, seed and speed of `adapter`.
 
     Example:
         >>> import fata, torch
@@ -80,6 +73,7 @@ class Fleet:
         *,
         in_memory: int = 1000,
         save_every: int | None = None,
+        make: Make | None = None,
     ) -> None:
         for name, value in (("in_memory", in_memory), ("save_every", save_every)):
             whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -95,11 +89,9 @@ class Fleet:
 
             self.folder.mkdir(parents=True, exist_ok=True)
             self._leases = Leases(self.folder)
-        engine = adapter._live()
         self._lock = threading.RLock()
-        self._own, self._rate = swap.take(engine), engine.rate
-        self._streams: OrderedDict[str, _Stream] = OrderedDict()  # the latest used is last
-        self._active: str | None = None
+        self._network = SharedNetwork(adapter, make)
+        self._streams: OrderedDict[str, Stream] = OrderedDict()  # the latest used is last
         self.swaps = self.reads = self.writes = 0  # in memory, from disk and to it
 
     def __call__(self, name: str, images: Tensor) -> Tensor:
@@ -135,6 +127,23 @@ class Fleet:
         ):
             return engine.predict(images, running=True).detach()
 
+    def source_only(self, name: str) -> bool:
+        """Whether the source model predicts a stream in memory, as it learns nothing."""
+        stream = self._streams.get(name)
+        return stream is not None and stream.source_only
+
+    def step_together(self, images: Mapping[str, Tensor]) -> list[tuple[Tensor, StepRecord]]:
+        """What `step` returns for several streams that are `source_only`, by one forward pass."""
+        logits = self.predict_source(torch.cat(list(images.values())))
+        found = []
+        parts = torch.split(logits, [len(rows) for rows in images.values()])
+        for name, part in zip(images, parts, strict=True):
+            with self.stream(name) as adapter:
+                engine = adapter._live()
+                engine.selected, engine.source_predicted = None, True
+                found.append((part, record(engine, part, learned=False)))
+        return found
+
     @contextmanager
     def stream(self, name: str, wait: float = 0.0) -> Iterator[Adapter]:
         """The adapter in the state of one stream; no other thread uses it meanwhile.
@@ -144,15 +153,18 @@ class Fleet:
             wait: seconds to wait for another process to hand the stream over. If it does not,
                 `StreamBusyError` is raised.
         """
-        with self._owned(name, wait), self.adapter._lock:
-            stream = self._swap_in(name)
-            before = _mark(stream.held)
-            try:
-                yield self.adapter
-            finally:
-                stream.held = swap.take(self.adapter._live())
-                stream.changed |= _mark(stream.held) != before
-                self._evict()
+        with self._owned(name, wait):
+            stream = self._streams.get(name) or self._read(name)
+            adapter = stream.member.adapter
+            with adapter._lock:
+                self._swap_in(name, stream)
+                before = stream.mark
+                try:
+                    yield adapter
+                finally:
+                    stream.held = swap.take(adapter._live())
+                    stream.changed |= stream.mark != before
+                    self._evict()
 
     # -- which streams there are --------------------------------------------------------------
 
@@ -182,7 +194,7 @@ class Fleet:
         """Forget a stream, in memory and in the folder."""
         with self._owned(name):
             self._streams.pop(name, None)
-            self._active = None if self._active == name else self._active
+            self._inactive(name)
             for suffix in (STATE, SETTINGS):
                 if path := self._path(name, suffix):
                     path.unlink(missing_ok=True)
@@ -190,16 +202,18 @@ class Fleet:
 
     def restart(self, name: str) -> None:
         """Start a stream again at the source weights, whatever its saved state is."""
-        self._put(name, swap.fresh(self.adapter._live()))
+        member = self._network.member(self.settings(name).method)
+        self._put(name, member, member.fresh())
 
     def replace(self, name: str, packed: Mapping[str, Any]) -> None:
         """Continue a stream from a `state_dict`; raises `StateError` if it does not belong here."""
-        self._put(name, self._unpack(packed))
+        member = self._network.member(self.settings(name).method)
+        self._put(name, member, member.unpack(packed))
 
     # -- settings of a stream -----------------------------------------------------------------
 
     def settings(self, name: str) -> StreamSettings:
-        """Whether a stream is frozen, and its learning rate."""
+        """Whether a stream is frozen, its learning rate and its method."""
         check_name(name)
         with self._lock:
             if name in self._streams:
@@ -207,15 +221,26 @@ class Fleet:
             path = self._path(name, SETTINGS)
             return StreamSettings.read(path) if path else StreamSettings()
 
-    def configure(self, name: str, **changes: bool | float | None) -> StreamSettings:
-        """Change `frozen` or `lr` of a stream; kept in the folder."""
-        with self.stream(name):
-            stream = self._streams[name]
-            stream.settings = replace(stream.settings, **changes)  # type: ignore[arg-type]
-            self._active = None  # the next call sets the rate
+    def configure(self, name: str, **changes: bool | float | str | None) -> StreamSettings:
+        """Change `frozen`, `lr` or `method` of a stream; kept in the folder.
+
+        A stream restarts from the source weights if its method becomes another one.
+        """
+        with self._owned(name):
+            settings = replace(self.settings(name), **changes)  # type: ignore[arg-type]
+            member = self._network.member(settings.method)
+            if member is self._network.member(self.settings(name).method):
+                stream = self._streams.get(name) or self._read(name)
+            else:
+                stream = Stream(member.fresh(), settings, member)
+                if path := self._path(name, STATE):
+                    path.unlink(missing_ok=True)
             if path := self._path(name, SETTINGS):
-                stream.settings.write(path)
-            return stream.settings
+                settings.write(path)
+            self._streams[name], stream.settings = stream, settings
+            self._inactive(name)  # the next call sets the rate
+            self._evict()
+            return settings
 
     # -- disk ---------------------------------------------------------------------------------
 
@@ -267,9 +292,8 @@ class Fleet:
             if self._leases:
                 self._leases.close()
                 self._leases = None
-            engine = self.adapter._live()
-            engine.rate = self._rate
-            swap.put(engine, self._own)
+            for member in self._network:
+                member.restore()
 
     # -- inside -------------------------------------------------------------------------------
 
@@ -294,46 +318,38 @@ class Fleet:
         if self._leases:
             self._leases.release(name)
 
-    def _swap_in(self, name: str) -> _Stream:
-        """The stream in the adapter; from disk or from the source weights if it is not held."""
-        engine = self.adapter._live()
-        stream = self._streams.get(name) or self._read(name)
+    def _inactive(self, name: str) -> None:
+        """The next call of a stream swaps its state in."""
+        for member in self._network:
+            member.active = None if member.active == name else member.active
+
+    def _swap_in(self, name: str, stream: Stream) -> None:
+        """The stream in the adapter of its method."""
+        member, rate = stream.member, stream.settings.lr
+        engine = member.adapter._live()
         self._streams[name] = stream
         self._streams.move_to_end(name)
-        if self._active != name:
-            self._active = None  # until the swap is whole
-            rate = stream.settings.lr
-            engine.rate = self._rate if rate is None else _constant(rate)
+        if member.active != name:
+            member.active = None  # until the swap is whole
+            engine.rate = member.rate if rate is None else _constant(rate)
             with torch.inference_mode(False):
                 swap.put(engine, stream.held)
-            self._active = name
+            member.active = name
             self.swaps += 1
-        return stream
 
-    def _read(self, name: str) -> _Stream:
-        engine, path = self.adapter._live(), self._path(name, STATE)
-        settings = self.settings(name)
+    def _read(self, name: str) -> Stream:
+        """A stream from disk, or at the source weights."""
+        settings, path = self.settings(name), self._path(name, STATE)
+        member = self._network.member(settings.method)
         if path is None or not path.exists():
-            return _Stream(swap.fresh(engine), settings)
+            return Stream(member.fresh(), settings, member)
         self.reads += 1
-        return _Stream(self._unpack(checkpoint.load(path)), settings)
+        return Stream(member.unpack(checkpoint.load(path)), settings, member)
 
-    def _pack(self, held: swap.Held) -> dict[str, Any]:
-        """A state in memory as `adapter.load_state_dict` takes it, and with it the snapshots."""
-        with torch.inference_mode(False):
-            return checkpoint.pack(self.adapter._live(), self.adapter._source(), held)
-
-    def _unpack(self, packed: Mapping[str, Any]) -> swap.Held:
-        """A state in memory, from one that was read; raises `StateError` if it does not fit."""
-        engine = self.adapter._live()
-        with torch.inference_mode(False):
-            state, _ = checkpoint.unpack(engine, self.adapter._source(), packed)
-            return swap.Held(state, swap.unpack_snapshots(packed, engine.device))
-
-    def _put(self, name: str, held: swap.Held) -> None:
+    def _put(self, name: str, member: Member, held: swap.Held) -> None:
         with self._owned(name):
-            self._streams[name] = _Stream(held, self.settings(name), changed=True)
-            self._active = None if self._active == name else self._active
+            self._streams[name] = Stream(held, self.settings(name), member, changed=True)
+            self._inactive(name)
             with _logged():
                 self._save(name)
             self._evict()
@@ -342,7 +358,7 @@ class Fleet:
         stream, path = self._streams[name], self._path(name, STATE)
         if path is None or not stream.changed:
             return
-        save_tensors(path, self._pack(stream.held))
+        save_tensors(path, stream.member.pack(stream.held))
         self.writes += 1
         stream.changed, stream.unsaved = False, 0
 
@@ -351,7 +367,7 @@ class Fleet:
         if name in self._streams:
             self._save(name)
             del self._streams[name]
-        self._active = None if self._active == name else self._active
+        self._inactive(name)
         self._release(name)
 
     def _evict(self) -> None:
@@ -370,11 +386,6 @@ def _logged() -> Iterator[None]:
         yield
     except OSError as error:
         log.warning("%s", error)
-
-
-def _mark(held: swap.Held) -> tuple[int, int, int]:
-    """Another one once the state has changed."""
-    return id(held.state), held.state.batches, int(held.state.counts.get("not_finite", 0))
 
 
 def _constant(rate: float) -> Callable[[int], float]:

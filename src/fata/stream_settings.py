@@ -10,6 +10,7 @@ from pathlib import Path
 from fata._files import write_whole
 from fata.engine.checkpoint import StateError
 from fata.engine.rates import check_rate
+from fata.methods import SPECS
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -30,10 +31,12 @@ class StreamSettings:
     Args:
         frozen: predict without learning.
         lr: learning rate; None: the adapter's.
+        method: its name, such as `sar+fata`; None: the adapter's.
     """
 
     frozen: bool = False
     lr: float | None = None
+    method: str | None = None
 
     def __post_init__(self) -> None:
         """Raise for values that cannot be."""
@@ -42,6 +45,10 @@ class StreamSettings:
         if isinstance(self.lr, str):
             raise ValueError(f"lr={self.lr!r}: a stream's rate is a positive number, or None.")
         check_rate(self.lr)
+        if self.method is not None and self.method not in SPECS:
+            raise ValueError(
+                f"method={self.method!r}: choose one of {', '.join(SPECS)}, or None: the adapter's."
+            )
 
     def write(self, path: Path) -> None:
         """Keep them in a file."""

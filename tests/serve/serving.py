@@ -37,8 +37,8 @@ PREPROCESS = Preprocess(16, 16, "bilinear", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 NOW = Gathering(batch=4, wait=0.0, deadline=60.0, handed=0.2)
 
 
-def adapter(net="resnet_gn", spec="tent+fata", **fields):
-    return fata.adapt(network(net), spec, lr=0.05, seed=3, **fields)
+def adapter(net="resnet_gn", spec="tent+fata", lr=0.05, **fields):
+    return fata.adapt(network(net), spec, lr=lr, seed=3, **fields)
 
 
 def pixels(count, seed=1):

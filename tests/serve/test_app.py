@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import threading
 import time
 
@@ -172,7 +173,8 @@ def test_streams_are_managed(tmp_path):
         assert "no such stream" in error(one.post(f"{STREAM}/reset"), 404)
         for wrong in ({"frozen": None}, {"frozen": 1}, {"lr": -1}, {"other": 1}, []):
             error(one.put(STREAM, json=wrong), 422)
-        assert "tent+fata" in error(one.put(STREAM, json={"method": "sar"}), 409)
+        for wrong in ("deyo+fato", "os:System", "auto"):  # nothing is imported
+            assert "sar+fata" in error(one.put(STREAM, json={"method": wrong}), 422)
     assert [path.name for path in tmp_path.iterdir()] == [".lease"]
 
 
@@ -461,8 +463,33 @@ def test_the_interface_is_described():
     with client() as one:
         paths = one.get("/openapi.json").json()["paths"]
         assert one.get("/docs").status_code == 200
+        assert one.get("/redoc").status_code == 404
     assert set(paths["/v1/streams/{stream}"]) == {"get", "put", "delete"}
     assert (
         "multipart/form-data"
         in paths["/v1/streams/{stream}/predict"]["post"]["requestBody"]["content"]
     )
+
+
+def test_the_pages_refer_to_no_other_host():
+    with client() as one:
+        for path in ("/", "/docs"):
+            answer = one.get(path)
+            assert answer.headers["content-type"].startswith("text/html")
+            assert answer.headers["content-security-policy"].startswith("default-src 'self';")
+            links = re.findall(r'(?:src|href)="([^"]*)"', answer.text)
+            assert links
+            assert not [link for link in links if "//" in link]
+            for link in links:
+                if link not in ("./", "docs", "openapi.json") and "swagger" not in link:
+                    assert one.get(f"/{link}").status_code == 200, link
+
+
+def test_the_interface_is_described_without_a_network():
+    pytest.importorskip("fastapi_offline", reason="has the scripts of /docs")
+    with client() as one:
+        for name, kind in (("swagger-ui-bundle.js", "javascript"), ("swagger-ui.css", "css")):
+            answer = one.get(f"/{name}")
+            assert answer.status_code == 200
+            assert kind in answer.headers["content-type"]
+            assert len(answer.content) > 10_000

@@ -4,7 +4,7 @@ import contextlib
 import threading
 
 import pytest
-from serving import NOW, free_port, pixels, service
+from serving import NAMES, NOW, free_port, pixels, service
 
 from fata.serve.access import Access, Token
 from fata.serve.limits import Limits
@@ -75,6 +75,9 @@ def test_the_page_shows_streams_and_its_buttons_work(browser):
         find(browser, "#streams button").click()
         until(browser, lambda: "80 images seen" in find(browser, "#facts").text)
         assert len(texts(browser, "#classes rect")) > 1
+        shown = [text.strip() for text in texts(browser, "#legend li")]
+        assert shown[-1] == "others"
+        assert set(shown[:-1]) <= set(NAMES)
         assert len(texts(browser, "#curves polyline")) == 2
         until(browser, lambda: len(texts(browser, "#images figure")) == 12)
         assert find(browser, "#images img").get_property("naturalWidth") == 16
@@ -109,7 +112,7 @@ def test_a_thousand_streams_are_listed_and_searched(browser):
             made.admit(f"camera-{number:04}")
         learn(made, "camera-0500", 1)
         until(browser, lambda: len(texts(browser, "#streams tr")) == 1000)
-        assert find(browser, "#total").text == "1000 streams"
+        assert find(browser, "#total").text == "1,000 streams"
         find(browser, "#search").send_keys("-05")
         until(browser, lambda: len(texts(browser, "#streams tr")) == 100)
         browser.execute_script("document.querySelector('#streams button').click()")
@@ -124,3 +127,41 @@ def test_a_token_is_asked_for_and_names_are_text(browser):
         find(browser, "#token").send_keys(TOKEN)
         until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
         until(browser, lambda: not find(browser, "#error").is_displayed())
+
+
+def test_the_interface_is_shown_without_a_network(browser):
+    pytest.importorskip("fastapi_offline", reason="has the scripts of /docs")
+    browser.get_log("browser")  # of the pages before
+    with page(browser):
+        until(browser, lambda: find(browser, "#empty").is_displayed())
+        find(browser, "header a").click()
+        until(browser, lambda: len(texts(browser, ".opblock")) > 10)
+        hosts = browser.execute_script(
+            "return performance.getEntriesByType('resource').map(e => new URL(e.name).host)"
+        )
+        assert hosts
+        assert set(hosts) == {browser.execute_script("return location.host")}
+        assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+
+
+def test_a_phone_shows_all_without_scrolling_sideways(browser):
+    with page(browser, limits=Limits(streams=1000)) as made:
+        for number in range(1000):
+            made.admit(f"camera-{number:04}.a-long-name-of-a-stream")
+        size = {"width": 390, "height": 844, "deviceScaleFactor": 1, "mobile": True}
+        browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        try:
+            until(browser, lambda: len(texts(browser, "#streams tr")) == 1000)
+            browser.execute_script("document.querySelector('#streams button').click()")
+            until(browser, lambda: find(browser, "#detail").is_displayed())
+            wider = browser.execute_script(
+                "return ['html', 'main > section:first-child', '#detail'].filter(s => {"
+                "const e = document.querySelector(s); return e.scrollWidth > e.clientWidth })"
+            )
+            top = browser.execute_script(
+                "return document.querySelector('#name').getBoundingClientRect().top"
+            )
+        finally:
+            browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert wider == []
+    assert top < 844

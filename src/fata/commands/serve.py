@@ -11,6 +11,9 @@ import typer
 from fata.commands import Device, chosen_device
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from fata.adapter import Adapter
     from fata.fleet import Fleet
     from fata.zoo.loaded import Loaded
 
@@ -126,17 +129,21 @@ def _fleet(
 ) -> tuple[Loaded, Fleet]:
     from fata.adapter import RECOMMENDED, adapt
     from fata.fleet import Fleet
+    from fata.methods import parse
     from fata.zoo import ZooError, load
+
+    def make(plain: nn.Module, spec: str | None) -> Adapter:
+        fields = loaded.settings(spec or RECOMMENDED, batch)
+        if parse(spec or RECOMMENDED)[0].wants_fisher:
+            fields["fisher_alpha"] = 0  # there are no clean images here
+        return adapt(plain, spec, guard=guard, speed=speed, **fields)
 
     try:
         loaded = load(model)
         loaded.model.to(device)
-        spec = RECOMMENDED if method == "auto" else method
-        fields = loaded.settings(spec, batch)
-        if spec.partition("+")[0] == "eata":
-            fields["fisher_alpha"] = 0  # there are no clean images here
-        adapter = adapt(loaded.model, spec, guard=guard, speed=speed, **fields)
-        return loaded, Fleet(adapter, state_dir, in_memory=in_memory, save_every=save_every)
+        adapter = make(loaded.model, None if method == "auto" else method)
+        fleet = Fleet(adapter, state_dir, in_memory=in_memory, save_every=save_every, make=make)
+        return loaded, fleet
     except (ZooError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
 

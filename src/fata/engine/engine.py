@@ -55,14 +55,16 @@ class Engine:
         self.functions = Step(self.network, method, plus, theta)
         self.execution = execution(self.functions)
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
+        self.loss: Tensor | None = None  # of the last batch; None: no step was taken
         self.source_predicted = False  # whether the last batch's logits are the source model's
         self._moves = False  # whether a step has moved something, or was said not to
         self.state = self.fresh()
-        drifts = self._adapts and not (isinstance(method, CustomStep) and method.episodic)
+        drifts = self.adapts and not (isinstance(method, CustomStep) and method.episodic)
         self.watch = Watch(guard, self) if guard and drifts else None
 
     @property
-    def _adapts(self) -> bool:
+    def adapts(self) -> bool:
+        """Whether there is anything that could be learned."""
         return bool(self.theta.names) or self.method.gradient_free
 
     @property
@@ -123,9 +125,8 @@ class Engine:
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of the images, with a gradient where it is enabled."""
-        if torch.is_grad_enabled():
-            return self.network.forward(images)
-        return self.execution.predict(images)
+        run = self.network.forward if torch.is_grad_enabled() else self.execution.predict
+        return run(images)
 
     @property
     def prediction_weights(self) -> Tensor:
@@ -168,7 +169,7 @@ class Engine:
     def learns(self) -> bool:
         """Whether the next batch is learned from."""
         watched = self.state.watched
-        return self._adapts and not (watched.resting or watched.running)
+        return self.adapts and not (watched.resting or watched.running)
 
     @property
     def checks_pixels(self) -> bool:
@@ -267,7 +268,7 @@ class Engine:
         else:
             moved = self._learn(seen, given.images, moving)
         if moved is not None:
-            state.theta, state.velocity, state.host, stepped, dropped = moved
+            state.theta, state.velocity, state.host, stepped, dropped, self.loss = moved
             state.count(stepped=stepped, dropped=dropped)
         if terms.mean_probs:
             state.classes = {"mean_probs": terms.mean_probs[0]}

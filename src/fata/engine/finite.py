@@ -17,7 +17,7 @@ def run(engine: Engine, images: Tensor, learning: bool) -> Tensor:
     Rows with a pixel that is not finite get the logits that the plain model gives them, are never
     learned from, and do not affect the other rows.
     """
-    engine.selected = None
+    engine.selected = engine.loss = None
     predict = engine.step if learning else engine.predict_only
     if learning and len(images) and engine.checks_pixels:
         with suppress(NotFiniteError):  # what follows would wait for the device

@@ -27,6 +27,9 @@ class StepRecord:
             adapted one learns; `running` or `rest`: nothing is learned; `off`: there is no guard.
         source_predicted: whether the predictions are the source model's.
         events: what the guard did after this batch.
+        loss: what was minimised: the sum of the terms' weighted means, without EATA's penalty; for
+            SAR at the ascent point; in a group, this rank's share. None: no step was taken, or one
+            of CoTTA or MEMO.
     """
 
     batch: int
@@ -37,6 +40,7 @@ class StepRecord:
     phase: str
     source_predicted: bool
     events: tuple[Event, ...] = ()
+    loss: float | None = None
 
 
 class Callback(Protocol):
@@ -61,4 +65,5 @@ def record(engine: Engine, logits: Tensor, learned: bool = True) -> StepRecord:
         phase=state.watched.phase if engine.watch else "off",
         source_predicted=engine.source_predicted,
         events=tuple(latest),
+        loss=engine.loss.item() if learned and engine.loss is not None else None,
     )

@@ -139,6 +139,7 @@ class Moved(NamedTuple):
     host: Memory
     stepped: Tensor
     dropped: Tensor
+    loss: Tensor  # stays on the device
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Step:
     def climb(self, here: Pass, at: Terms, theta: Tensor) -> tuple[Tensor]:
         """SAM's ascent point, by the host's loss alone."""
         assert self.method.sam_rho is not None
-        gradient = self._gradient(replace(here, augmented=None), at)
+        gradient, _ = self._gradient(replace(here, augmented=None), at)
         return (ascend(theta, gradient, self.method.sam_rho),)
 
     def climb_rows(self, rows: Rows, terms: Terms, theta: Tensor) -> tuple[Tensor]:
@@ -102,7 +102,8 @@ class Step:
             memory: the host's.
             moving: what moves.
         """
-        gradient = self._gradient(here, at) + self._regulariser(moving.theta)
+        gradient, loss = self._gradient(here, at)
+        gradient = gradient + self._regulariser(moving.theta)
         some = self.network.group.sum((at.host.rows | at.plus.rows).sum()) > 0
         update = guarded_sgd(
             moving.theta, moving.velocity, gradient, moving.lr, some, self.method.nesterov
@@ -110,7 +111,7 @@ class Step:
         if self.method.source_share:
             update = ensemble(update, self.source, self.method.source_share)
         host = self.method.observe(seen.batch, seen.host, memory)
-        return Moved(update.theta, update.velocity, host, update.stepped, update.dropped)
+        return Moved(update.theta, update.velocity, host, update.stepped, update.dropped, loss)
 
     def descend_rows(
         self, rows: Rows, terms: Terms, perturb: Sequence[Perturb], memory: Memory, moving: Moving
@@ -141,8 +142,8 @@ class Step:
                 return self.network.tapped(at.batch.images, lambda _: one), at
             return self.network.featured(at.batch.images), at
 
-    def _gradient(self, here: Pass, at: Terms) -> Tensor:
-        """Gradient of the sum of the terms' weighted means."""
+    def _gradient(self, here: Pass, at: Terms) -> tuple[Tensor, Tensor]:
+        """Gradient of the sum of the terms' weighted means, and that sum, of this rank's rows."""
         group = self.network.group
         self.network.passed(rows_backward=len(here.logits))
         rare = rarity(at.batch, *at.mean_probs) if at.mean_probs else None
@@ -154,7 +155,7 @@ class Step:
                 at, clean, rare = at.at(some), clean[some], None if rare is None else rare[some]
             rows = self.plus.row_loss(here.augmented(some), clean, at.batch)
             loss = loss + weighted_mean(rows, at.plus, group, rare if self.plus.balance else None)
-        return group.sum(self.theta.gradient(loss))
+        return group.sum(self.theta.gradient(loss)), loss.detach()
 
     def _outputs(self, here: Pass, at: Terms) -> Outputs:
         """What the host's loss sees; views are passed with the statistics of the rows it has."""

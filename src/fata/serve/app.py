@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
@@ -27,8 +27,9 @@ from fata.serve.scheduler import Outcome
 from fata.serve.service import Service
 
 STREAM = "/v1/streams/{stream}"
-PAGE = {"": ("index.html", "text/html"), "page.js": ("page.js", "text/javascript")}
-PAGE["page.css"] = ("page.css", "text/css")
+PAGES = {"": "index.html", "docs": "docs.html"} | {n: n for n in ("page.js", "page.css", "docs.js")}
+SWAGGER = ("swagger-ui-bundle.js", "swagger-ui.css")  # in the package fastapi-offline
+KINDS = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 POLICY = "default-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'"
 IMAGES = {
     "requestBody": {
@@ -73,6 +74,8 @@ def create_app(service: Service, access: Access) -> FastAPI:
         version=fata.__version__,
         description="Image classifiers that adapt to each stream while they predict.",
         lifespan=lifespan,
+        docs_url=None,  # those of FastAPI load scripts from another host
+        redoc_url=None,
         responses=ERRORS,
     )
     _handle_errors(app)
@@ -136,11 +139,13 @@ def _add_pages(app: FastAPI, service: Service, access: Access) -> None:
     @app.get("/", include_in_schema=False)
     @app.get("/{name}", include_in_schema=False)
     async def page(name: str = "") -> Response:
-        if name not in PAGE:
+        if name not in PAGES and name not in SWAGGER:
             raise ServiceError(404, "there is no such page.")
-        file, kind = PAGE[name]
-        content = (files("fata.serve") / "page" / file).read_text()
-        return HTMLResponse(content, media_type=kind, headers={"Content-Security-Policy": POLICY})
+        folder = ("fastapi_offline", "static") if name in SWAGGER else ("fata.serve", "page")
+        file = PAGES.get(name, name)
+        content = (files(folder[0]) / folder[1] / file).read_bytes()
+        kind, policy = KINDS[file.rpartition(".")[2]], {"Content-Security-Policy": POLICY}
+        return Response(content, media_type=kind, headers=policy)
 
 
 def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
@@ -194,7 +199,9 @@ def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
     async def history(stream: str, authorization: Authorization) -> Any:
         """The latest batches of a stream since the server started."""
         access.check(authorization, stream)
-        return {"points": service.history(stream)}
+        points, labels = service.history(stream), service.loaded.labels
+        shown = {label for point in points for label in point["classes"]} if labels else ()
+        return {"points": points, "names": {label: labels[int(label)] for label in shown}}
 
     @app.get(f"{STREAM}/images", response_model=schemas.LatestImages, tags=["streams"])
     async def images(stream: str, authorization: Authorization) -> Any:
@@ -221,13 +228,12 @@ def _add_management(app: FastAPI, service: Service, access: Access) -> None:
     async def configure(
         stream: str, change: schemas.StreamChange, authorization: Authorization
     ) -> Any:
-        """Create a stream, or change what is set for it."""
+        """Create a stream, or change what is set for it.
+
+        Another method restarts the stream from the source weights.
+        """
         access.check(authorization, stream)
         given = change.model_dump(exclude_unset=True)
-        method = given.pop("method", None)
-        if method not in (None, service.fleet.adapter.name):
-            own = service.fleet.adapter.name
-            raise ServiceError(409, f"this server's method is {own}: start another one.")
         if given.get("frozen", True) is None:
             raise ServiceError(422, "frozen: must be true or false.")
         await asyncio.to_thread(service.configure, stream, **given)

@@ -114,8 +114,8 @@ class Client:
         found: dict[str, Any] = json.loads(self._request("GET", _path(stream)))
         return found
 
-    def configure(self, stream: str, **changes: bool | float | None) -> dict[str, Any]:
-        """Create a stream, or change `frozen` or `lr`."""
+    def configure(self, stream: str, **changes: bool | float | str | None) -> dict[str, Any]:
+        """Create a stream, or change its `method`, `lr` or whether it is `frozen`."""
         body = json.dumps(changes).encode()
         found: dict[str, Any] = json.loads(
             self._request("PUT", _path(stream), body, "application/json")

@@ -9,8 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
 
 import torch
 from torch import Tensor
@@ -66,6 +66,7 @@ class _Request:
     arrived: float = field(default_factory=time.monotonic)
 
 
+_Batch = dict[str, list[_Request]]  # by stream
 Observer = Callable[[str, Tensor, Outcome, float], None]  # stream, pixels, what became, seconds
 
 
@@ -155,16 +156,20 @@ class Scheduler:
             at = queue[0].arrived + (0.0 if soon else self._gathering.wait)
         heapq.heappush(self._due, (at, next(self._order), stream))
 
-    def _next(self) -> tuple[str, list[_Request]]:
-        """The next batch; waits for it. No requests: there is none, and none will come."""
+    def _next(self) -> _Batch:
+        """The next batch, of one stream or of several that learn nothing; waits for it.
+
+        Empty: there is none, and none will come.
+        """
         while True:
             now = time.monotonic()
             while self._due and self._due[0][0] <= now:
                 _, _, stream = heapq.heappop(self._due)
                 if self._ready(stream, now):  # else an older plan was first
-                    return stream, self._take(stream, now)
+                    taken = {stream: self._take(stream, now)}
+                    return self._joined(taken, now) if self._fleet.source_only(stream) else taken
             if self._closing and not self._queues:
-                return "", []
+                return {}
             self._changed.wait(self._due[0][0] - now if self._due else None)
 
     def _take(self, stream: str, now: float) -> list[_Request]:
@@ -181,6 +186,16 @@ class Scheduler:
             del self._queues[stream]
         return taken
 
+    def _joined(self, taken: _Batch, now: float) -> _Batch:
+        """With them what waits of other streams that the source model predicts."""
+        rows = sum(len(request.images) for request in chain(*taken.values()))
+        for stream in [name for name in self._queues if self._fleet.source_only(name)]:
+            more = sum(len(request.images) for request in self._queues[stream])
+            if stream not in taken and rows + more <= self._gathering.batch:
+                taken[stream] = list(self._queues.pop(stream))
+                rows += more
+        return taken
+
     def _late(self, request: _Request, now: float) -> bool:
         return now - request.arrived > self._gathering.deadline
 
@@ -189,13 +204,16 @@ class Scheduler:
     def _learn(self) -> None:
         while True:
             with self._changed:
-                stream, requests = self._next()
-            if not requests:
+                batch = self._next()
+            if not batch:
                 return
-            if self._fleet.claim(stream):
-                self._run(stream, requests)
+            for stream in [name for name in batch if not self._fleet.claim(name)]:
+                self._postpone(stream, batch.pop(stream))
+            if len(batch) > 1:
+                self._run_together(batch)
             else:
-                self._postpone(stream, requests)
+                for stream, requests in batch.items():
+                    self._run(stream, requests)
 
     def _postpone(self, stream: str, requests: list[_Request]) -> None:
         """Another server holds the stream: try again soon, but not for ever."""
@@ -212,6 +230,25 @@ class Scheduler:
             else:
                 del self._queues[stream]
                 self._fleet.unclaim(stream)
+
+    def _run_together(self, batch: _Batch) -> None:
+        """Streams that learn nothing, by one forward pass; one by one if that fails."""
+        start = time.monotonic()
+        images = {name: torch.cat([r.images for r in batch[name]]) for name in batch}
+        try:
+            if not all(map(self._fleet.source_only, batch)):  # changed since they were taken
+                raise RuntimeError("a stream learns again")
+            found = self._fleet.step_together({n: self._place(p) for n, p in images.items()})
+        except Exception as error:
+            log.debug("streams are predicted one by one: %s", error)
+            for stream, requests in batch.items():
+                self._run(stream, requests)
+            return
+        for (stream, requests), (logits, record) in zip(batch.items(), found, strict=True):
+            note = "frozen" if self._fleet.settings(stream).frozen else None
+            outcome = Outcome(logits.float().cpu(), record, False, note)
+            self._note(stream, images[stream], outcome, (time.monotonic() - start) / len(batch))
+            self._answer(requests, outcome)
 
     def _run(self, stream: str, requests: list[_Request]) -> None:
         start = time.monotonic()
@@ -230,10 +267,8 @@ class Scheduler:
             for request in requests:
                 self._finish(request, ServiceError(500, "no prediction is possible."))
             return
-        logits, last = torch.cat([part.logits for part in parts]), parts[-1]
-        rows = torch.split(logits, [len(request.images) for request in requests])
-        for request, own in zip(requests, rows, strict=True):
-            self._finish(request, Outcome(own, last.record, last.learned, last.note))
+        logits = torch.cat([part.logits for part in parts])
+        self._answer(requests, replace(parts[-1], logits=logits))
 
     def _predicted(self, stream: str, images: Tensor, late: bool) -> Outcome:
         start = time.monotonic()
@@ -242,7 +277,8 @@ class Scheduler:
             frozen = self._fleet.settings(stream).frozen
             logits, record = self._fleet.step(stream, placed, learn=not late)
             note = "frozen" if frozen else "deadline" if late else None
-            learned = note is None and record.phase not in ("running", "rest")
+            stays = record.phase in ("running", "rest") or self._fleet.source_only(stream)
+            learned = note is None and not stays
             outcome = Outcome(logits.float().cpu(), record, learned, note)
         except StreamBusyError:
             raise
@@ -250,11 +286,20 @@ class Scheduler:
             log.exception("a step failed", extra={"stream": stream})
             logits = self._fleet.predict_source(placed)
             outcome = Outcome(logits.float().cpu(), None, False, "failed")
+        self._note(stream, images, outcome, time.monotonic() - start)
+        return outcome
+
+    def _note(self, stream: str, images: Tensor, outcome: Outcome, seconds: float) -> None:
         try:
-            self._observe(stream, images, outcome, time.monotonic() - start)
+            self._observe(stream, images, outcome, seconds)
         except Exception:
             log.exception("a batch could not be noted", extra={"stream": stream})
-        return outcome
+
+    def _answer(self, requests: list[_Request], outcome: Outcome) -> None:
+        """Give each request its rows."""
+        rows = torch.split(outcome.logits, [len(request.images) for request in requests])
+        for request, own in zip(requests, rows, strict=True):
+            self._finish(request, replace(outcome, logits=own))
 
     def _finish(self, request: _Request, outcome: Outcome | ServiceError) -> None:
         with self._changed:

@@ -42,7 +42,7 @@ class StreamChange(BaseModel):
 
     frozen: bool | None = None
     lr: float | None = Field(default=None, gt=0, description="Learning rate; null: the server's.")
-    method: str | None = Field(default=None, description="Must be the server's method.")
+    method: str | None = Field(default=None, description="Such as sar+fata; null: the server's.")
 
 
 class StreamSummary(BaseModel):
@@ -87,6 +87,7 @@ class Points(BaseModel):
     """The latest batches of a stream since the server started."""
 
     points: list[Point]
+    names: dict[str, str] = Field(description="Of the labels, if the server knows them.")
 
 
 class LatestImage(BaseModel):

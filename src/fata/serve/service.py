@@ -133,10 +133,10 @@ class Service:
             watch = adapter.guard
             phase = watch.phase if watch else "off"
             events = [asdict(event) for event in watch.events[-EVENTS:]] if watch else []
-            counts, batches = adapter.counts, adapter._live().state.batches
+            method, counts, batches = adapter.name, adapter.counts, adapter._live().state.batches
         return {
             **self.summary(name),
-            "method": self.fleet.adapter.name,
+            "method": method,
             "frozen": settings.frozen,
             "lr": settings.lr,
             "phase": phase,
@@ -161,7 +161,7 @@ class Service:
         return list(history.latest) if history else []
 
     def configure(self, name: str, **changes: Any) -> None:
-        """Create a stream, or change whether it is frozen, or its rate."""
+        """Create a stream, or change whether it is frozen, its rate or its method."""
         self.admit(name)
         try:
             with _told():
@@ -204,7 +204,7 @@ class Service:
             path.write_bytes(content)
             try:
                 packed = checkpoint.load(path)
-                if not all(t.isfinite().all() for n, t in packed.items() if n != "meta"):
+                if not all(t.isfinite().all() for n, t in packed.items() if _finite(n)):
                     raise StateError("the state has numbers that are not finite")
                 self.fleet.replace(name, packed)
             except StreamBusyError as error:
@@ -243,6 +243,11 @@ def _told() -> Iterator[None]:
         raise ServiceError(503, "another server holds this stream.", 1) from error
     except StateError as error:
         raise ServiceError(409, "the saved state cannot be used: reset the stream.") from error
+
+
+def _finite(name: str) -> bool:
+    """Whether a part of a state must be; SAR's memory is not before it selects a row."""
+    return name != "meta" and ".host." not in f".{name}"
 
 
 def _without_path(error: Exception, path: os.PathLike[str]) -> str:

@@ -5,7 +5,7 @@ const EVERY = 2000; // milliseconds between two updates
 const element = (id) => document.getElementById(id);
 const rows = new Map(); // by stream
 let chosen = null;
-let labels = {};
+let keepsImages = true;
 
 async function ask(path, method = "GET") {
   const token = element("token").value;
@@ -47,7 +47,7 @@ function row(name) {
 async function list() {
   const search = encodeURIComponent(element("search").value);
   const { streams, total } = await ask(`v1/streams?limit=1000&search=${search}`);
-  set(element("total"), `${total} stream${total === 1 ? "" : "s"}`);
+  set(element("total"), `${total.toLocaleString("en")} stream${total === 1 ? "" : "s"}`);
   element("empty").hidden = total > 0;
   const names = new Set(streams.map((one) => one.stream));
   for (const [name, line] of rows) if (!names.has(name)) { line.remove(); rows.delete(name); }
@@ -71,11 +71,7 @@ function draw(name, attributes) {
   return node;
 }
 
-function named(label) {
-  return labels[label] || label;
-}
-
-function drawClasses(points) {
+function drawClasses(points, names) {
   const totals = new Map();
   for (const point of points) {
     for (const [c, share] of Object.entries(point.classes)) totals.set(c, (totals.get(c) || 0) + share);
@@ -84,18 +80,23 @@ function drawClasses(points) {
   const width = 600 / Math.max(points.length, 1);
   const bars = points.flatMap((point, number) => {
     let y = 160;
-    return top.map((c, rank) => {
-      const height = 160 * (point.classes[c] || 0);
+    const shares = top.map((c) => point.classes[c] || 0);
+    shares.push(Math.max(0, 1 - shares.reduce((sum, share) => sum + share, 0)));
+    return shares.map((share, rank) => {
+      const height = 160 * share;
       y -= height;
-      return draw("rect", { x: number * width, y, width, height, fill: COLOURS[rank] });
+      const fill = rank < top.length ? COLOURS[rank] : COLOURS.at(-1);
+      return draw("rect", { x: number * width, y, width, height, fill });
     });
   });
   element("classes").replaceChildren(...bars);
-  element("legend").replaceChildren(...top.map((c, rank) => {
+  const legend = top.map((c, rank) => [names[c] || `class ${c}`, COLOURS[rank]]);
+  legend.push(["others", COLOURS.at(-1)]);
+  element("legend").replaceChildren(...legend.map(([text, fill]) => {
     const item = document.createElement("li");
     const mark = draw("svg", { viewBox: "0 0 1 1" });
-    mark.append(draw("rect", { width: 1, height: 1, fill: COLOURS[rank] }));
-    item.append(mark, ` ${named(c)}`);
+    mark.append(draw("rect", { width: 1, height: 1, fill }));
+    item.append(mark, ` ${text}`);
     return item;
   }));
 }
@@ -114,6 +115,8 @@ function drawCurves(points) {
 }
 
 function drawEvents(events) {
+  element("guard").hidden = events.length === 0;
+  element("quiet").hidden = events.length > 0;
   element("events").replaceChildren(...[...events].reverse().map((event) => {
     const line = document.createElement("tr");
     for (const text of [event.batch, event.action, event.sign, event.value.toFixed(3)]) {
@@ -124,6 +127,7 @@ function drawEvents(events) {
 }
 
 async function drawImages() {
+  if (!keepsImages) return;
   try {
     const { images } = await ask(`v1/streams/${chosen}/images`);
     element("latest").hidden = false;
@@ -132,30 +136,31 @@ async function drawImages() {
       const picture = document.createElement("img");
       picture.src = `data:image/png;base64,${one.png}`;
       picture.alt = one.name || `class ${one.label}`;
-      labels[one.label] = one.name;
       figure.append(picture, `${picture.alt} ${Math.round(100 * one.confidence)} %`);
       return figure;
     }));
   } catch (error) {
     if (error.status !== 404) throw error;
-    element("latest").hidden = true; // the service keeps none
+    keepsImages = false;
+    element("latest").hidden = true;
   }
 }
 
 async function detail() {
   if (chosen === null) return;
   const name = chosen;
-  const [stream, { points }] = await Promise.all([
+  const [stream, { points, names }] = await Promise.all([
     ask(`v1/streams/${name}`), ask(`v1/streams/${name}/history`),
   ]);
   if (name !== chosen) return; // another one was chosen meanwhile
   element("detail").hidden = false;
   set(element("name"), name);
   const { seen, stepped } = stream.counts;
-  set(element("facts"), `${stream.method}, ${stream.frozen ? "frozen" : "adapting"}, phase ` +
-    `${stream.phase}; ${seen.toLocaleString("en")} images seen, ${stepped} steps`);
+  set(element("facts"), `${stream.method}, ${stream.frozen ? "frozen" : "not frozen"}, phase ` +
+    `${stream.phase}; ${seen.toLocaleString("en")} images seen, ` +
+    `${stepped.toLocaleString("en")} steps`);
   set(element("freeze"), stream.frozen ? "Unfreeze" : "Freeze");
-  drawClasses(points);
+  drawClasses(points, names);
   drawCurves(points);
   drawEvents(stream.events);
   await drawImages();
@@ -164,7 +169,10 @@ async function detail() {
 function choose(name) {
   chosen = name;
   for (const [one, line] of rows) line.setAttribute("aria-selected", one === name);
-  guarded(detail);
+  guarded(async () => {
+    await detail();
+    element("detail").scrollIntoView({ block: "nearest" });
+  });
 }
 
 async function guarded(work) {

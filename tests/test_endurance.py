@@ -175,6 +175,7 @@ def laid_out(images, layout):
 @given(streams())
 def test_whatever_comes_in(case):
     net, spec, fields, dtype, size, stream = case
+    host = spec.partition("+")[0]
     model = build(net).to(dtype)
     adapter = fata.adapt(model, spec, **fields)
     for number, (rows, layout, bad, value, scale) in enumerate(stream):
@@ -188,15 +189,16 @@ def test_whatever_comes_in(case):
         try:
             answers = adapter(images)
         except ValueError:
-            if spec != "cotta":  # which augments pixels, and says which it can
+            if host not in ("cotta", "roid"):  # which augment pixels, and say which they can
                 raise
             continue
         assert answers.shape == (rows, 10)
         joint = net == "resnet_bn" and fields.get("bn_stats") == "joint"  # z' moves clean rows
-        if fields["guard"] is None and not joint and spec != "cotta":  # which answers for views
+        if fields["guard"] is None and not joint and host != "cotta":  # which answers for views
             sane = clean.isfinite().all(1)
             assert answers[sane].isfinite().all()
-            if dtype == torch.float64:  # others round by more where weights have grown
+            corrects = host in ("neo", "roid")  # by what this batch has shown
+            if dtype == torch.float64 and not corrects:  # others round by more, once weights grew
                 off = (answers - clean)[sane].abs().amax(1)
                 assert (off <= DOUBLE["atol"] * (1 + clean[sane].abs().amax(1))).all()
     assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -807,8 +807,8 @@ def test_trees_are_flattened_and_rebuilt():
             [a, b, e, some.rows, c, some.rows, c, d, a, a, b, c],
         ),
         (
-            fast.Outcome(a, b, c, some, some, [d], [perturb], [e]),
-            [a, b, c, *[some.rows, c] * 2, d, a, b, c, e],
+            fast.Outcome(a, b, c, some, some, [d], [perturb], [e], {"rows": b}),
+            [a, b, c, *[some.rows, c] * 2, d, a, b, c, e, b],
         ),
     ]
     signatures = set()

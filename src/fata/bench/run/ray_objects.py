@@ -32,6 +32,7 @@ Unit = tuple[Dataset, Domain]  # images that are decoded together
 class DecodedImages:
     """Some images of another source, decoded."""
 
+    on_disk = False
     row: np.ndarray  # of each image: its row in `pixels`, or -1
     pixels: np.ndarray  # (N, 3, H, W), bytes; the node's shared memory, read-only
     broken: Broken  # why an image cannot be read, by index

@@ -60,7 +60,9 @@ def labels(records: Sequence[Record]) -> list[str]:
     names = []
     for record in records:
         method, here = record.protocol["method"], settings(record.protocol)
-        by_hand = given[_variant(record)]
+        by_hand = {
+            name if name in here else name.removeprefix("fata_") for name in given[_variant(record)]
+        }
         odd = [
             name
             for name in dict.fromkeys([*most[method], *sorted(by_hand)])

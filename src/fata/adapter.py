@@ -32,7 +32,7 @@ from fata.network.parameters import Params
 from fata.stateful import Stateful
 
 RECOMMENDED = "eata+fata"
-BALANCED = {"balance": True, "fata_balance": True}
+BALANCED = {"balance": True, "fata_balance": True, "weight": 0.5}
 log = logging.getLogger("fata")
 
 

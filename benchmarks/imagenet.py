@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
     parser.add_argument("--domains", nargs="+", help="the 15, if not given")
-    parser.add_argument("--methods", nargs="+", help="as deyo+fata, or with fields; all, if not given")
+    parser.add_argument("--methods", nargs="+", help="as deyo+fata, or with fields; default: all")
     parser.add_argument("--rates", type=int, default=2, help="how many of the reference's rates")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=1)

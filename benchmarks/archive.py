@@ -1,6 +1,6 @@
 """The runs behind docs/results.md, kept small: `python -m benchmarks.archive results.db NAME`.
 
-A store without its curves, a line a cell, in benchmarks/runs/NAME.jsonl.gz.
+A store without its curves and counts by class, a line a cell, in benchmarks/runs/NAME.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from fata.bench.store import Record, Store
 
 RUNS = Path(__file__).with_name("runs")
+LARGE = ("curve", "classes")
 
 
 def lines(name: str) -> list[Any]:
@@ -32,7 +33,7 @@ def keep(store: Store, name: str) -> int:
     """Write the cells of a store; how many there are."""
     cells = [asdict(record) for record in store]
     for cell in cells:
-        cell["result"] = {k: v for k, v in cell["result"].items() if k != "curve"}
+        cell["result"] = {k: v for k, v in cell["result"].items() if k not in LARGE}
     text = "".join(json.dumps(cell, sort_keys=True) + "\n" for cell in cells)
     RUNS.joinpath(f"{name}.jsonl.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
     return len(cells)

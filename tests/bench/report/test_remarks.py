@@ -122,6 +122,17 @@ def test_few_selected_rows_are_told_with_the_fields_to_raise(tables):
     assert expected in remarks(table)
 
 
+@pytest.mark.parametrize("host", ["norm", "neo"])
+def test_a_host_that_selects_nothing_beside_fata_is_no_fault(tables, host):
+    (base,) = [r for r in tables["mini_resnet_bn"].records if r.protocol["method"] == "source"]
+    protocol = {**base.protocol, "method": f"{host}+fata", "host": {"name": host}}
+    counts = {"stepped": 30, "selected": {host: 0, "fata": 200}}
+    store = Store(":memory:")
+    store.put("e", protocol, {}, {**base.result, "rows": 576, "counts": counts})
+    (table,) = comparisons(store)
+    assert not any("learned from" in line for line in remarks(table))
+
+
 def test_an_untuned_rate_beside_tuned_ones_is_told(tables):
     said = remarks(tables["mini_resnet_gn"])
     assert any(line.startswith("memo") for line in said) is False  # it has a rate of its own

@@ -9,9 +9,11 @@ from fata.bench.report.names import labels
 from fata.bench.report.protocol import UNTUNED
 from fata.bench.report.tables import Comparison
 from fata.bench.store import Record
+from fata.methods import METHODS
 
 SMALL = 16  # images, of which BatchNorm's statistics are unreliable
 _RARE = 0.02  # of the rows
+_SELECT_NONE = {*UNADAPTED, *(name for name, method in METHODS.items() if method.gradient_free)}
 Named = list[tuple[str, Record]]  # by the name of the row
 
 
@@ -98,7 +100,7 @@ def _rare(named: Named) -> Iterator[str]:
     for name, record in named:
         selected = record.result.get("counts", {}).get("selected", {})
         host = record.protocol["host"]["name"]
-        if host in selected and steps(record):
+        if host in selected and host not in _SELECT_NONE and steps(record):
             before = counts.get(name, (0, 0, record))
             total = before[1] + record.result["rows"]
             counts[name] = (before[0] + selected[host], total, record)

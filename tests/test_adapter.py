@@ -156,11 +156,11 @@ def test_learning_rates_are_the_papers():
 
 
 def test_a_method_that_is_not_named_is_the_recommended_one():
-    """EATA with FATA, balanced; without clean images it has no penalty, and does not ask for it."""
+    """EATA with half of FATA, balanced; without clean images no penalty, which it does not miss."""
     adapted = fata.adapt(network("resnet_gn"))
     assert adapted.name == "eata+fata"
     assert adapted.method == fata.Eata(fisher_alpha=0, balance=True)
-    assert adapted.plus == fata.Fata(balance=True)
+    assert adapted.plus == fata.Fata(balance=True, weight=0.5)
     assert adapted(images(4)).isfinite().all()
     anchored = fata.adapt(network("resnet_gn"), fisher_data=[images(4)], redundancy=0.4)
     assert anchored.method == fata.Eata(redundancy=0.4, balance=True)

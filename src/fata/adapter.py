@@ -358,8 +358,8 @@ def adapt(
         model: maps images to logits, or to an object with `.logits`.
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `roid`, `zerosiam`, `nctta`, `neo`,
             `cotta`, `memo`, `fata`, or a host with it, such as `deyo+fata`. None: the recommended
-            one, `eata+fata` with both terms balanced over the classes, BatchNorm's statistics
-            blended (`blend`), and without `fisher_data` with `fisher_alpha=0`.
+            one, `eata+fata` with both terms balanced over the classes, FATA's at half weight,
+            BatchNorm's statistics blended, and without `fisher_data` with `fisher_alpha=0`.
         lr: learning rate, `paper` or `release`; this and the others as in `Adapter`.
         params: which parameters adapt.
         fisher_data: batches of clean images for EATA.

@@ -73,7 +73,8 @@ def test_fata_taps_where_the_paper_does(name, layer):
 @pytest.mark.parametrize("name", embedded.NAMES)
 def test_presets_are_settings_of_their_methods(name):
     loaded = fata.zoo.load(name)
-    assert {spec.partition("+")[0] for spec in loaded.presets} == {"tent", "eata", "sar", "deyo"}
+    found = {spec.partition("+")[0] for spec in loaded.presets}
+    assert found == {"tent", "eata", "sar", "deyo", "roid", "zerosiam", "nctta"}
     for spec, fields in loaded.presets.items():
         settings = {**loaded.settings(spec), "fisher_alpha": 0} if "eata" in spec else fields
         fata.adapt(loaded.model, spec, **settings).unwrap()

@@ -13,6 +13,7 @@ from fata._text import near
 from fata.data import cifar, domains, folders, imagenet, tiny_imagenet
 from fata.data.dataset import CLEAN, Dataset, Domain, View
 from fata.data.errors import DataError
+from fata.data.hugging_face import hub
 from fata.data.kinds import KINDS
 from fata.data.own import own
 from fata.data.serve import Samples
@@ -36,7 +37,7 @@ __all__ = [
 ]
 
 _MADE_HERE = ("embedded", "cifar10", "cifar100", "imagenet", "tiny-imagenet", "folder")
-_OWN = "own"
+_OWN, _HUB = "own", "hf"
 _SMALL = ("embedded", "cifar10", "cifar10-c", "cifar100", "cifar100-c")  # 32 pixels
 _DOWNLOADS = {"cifar10": cifar.CIFAR10, "cifar100": cifar.CIFAR100}
 _EMBEDDED = Path(__file__).with_name("embedded")
@@ -49,8 +50,9 @@ def open(
     """A data set by its kind and folder.
 
     Args:
-        spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`; or
-            `my_module:loader`, a function of your own that returns a torch data set.
+        spec: `embedded`, or `KIND:DIR` with a kind of `KINDS`, such as `imagenet-c:ImageNet-C`;
+            `hf:NAME@SPLIT` of the Hugging Face hub; or `my_module:loader`, a function of your own
+            that returns a torch data set.
         fit: the model to be tested on it; its preprocessing is applied, and its classes must be
             those of the data, or include them if the data set has a mask. None: resize to 256,
             crop to 224.
@@ -71,9 +73,9 @@ def open(
         raise DataError("data sets need Pillow: pip install fata[bench]")
     use, labels = (fit.preprocess, fit.labels) if fit else (_USUAL, ())
     kind, _, where = spec.partition(":")
-    if kind not in KINDS and is_own(spec):
-        mine = own(spec, use.view, jpeg)
-        return mine if fit is None else _fitted(mine, _OWN, fit)
+    if kind == _HUB or (kind not in KINDS and is_own(spec)):
+        there = (hub if kind == _HUB else own)(spec, use.view, jpeg)
+        return there if fit is None else _fitted(there, _HUB if kind == _HUB else _OWN, fit)
     if kind not in KINDS:
         raise DataError(
             f"unknown data {spec!r}: give embedded, KIND:DIR or your own my_module:loader; KIND is "

@@ -267,6 +267,8 @@ def data_name(spec: str) -> str:
     kind, _, folder = spec.partition(":")
     if kind == "folder":
         return Path(folder).expanduser().resolve().name
+    if kind == "hf":
+        return f"hf:{'/'.join(Path(folder).parts[-2:])}"
     return kind if kind in KINDS else spec
 
 

@@ -18,4 +18,5 @@ KINDS = {
     "visda-c": "train, validation, test; 12 classes",
     "pacs": "art_painting, cartoon, photo, sketch; 7 classes",
     "folder": "one folder a class, or one folder a domain with one a class in it",
+    "hf": "hf:NAME@SPLIT, a data set of the Hugging Face hub (needs timm and datasets)",
 }

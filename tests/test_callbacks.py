@@ -23,7 +23,7 @@ class Kept:
 
 
 def adapted(*callbacks, **fields):
-    given = {"lr": 0.05, "guard": fata.Guard(every=2, rows=16), **fields}
+    given = {"lr": 0.05, "guard": fata.Guard(every=2, level=1.0), **fields}
     return fata.adapt(network("resnet_gn"), "sar+fata", callbacks=callbacks, **given)
 
 

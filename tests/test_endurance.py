@@ -95,7 +95,7 @@ def test_a_long_stream_keeps_no_more_than_a_short_one(spec):
             adapter(torch.rand(4, 3, 16, 16, generator=draw))
         return alive()
 
-    full = run(30)  # the guard's ring of states, too
+    full = run(30)
     assert run(60) <= full
 
 

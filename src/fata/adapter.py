@@ -22,6 +22,7 @@ from fata.engine.finite import run
 from fata.engine.fisher import FisherData
 from fata.engine.ownership import Settings
 from fata.engine.record import Callback, record
+from fata.guard.health import Health
 from fata.guard.policy import Guard, Watch
 from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method
@@ -216,6 +217,11 @@ class Adapter(Stateful):
         return self._live().watch
 
     @property
+    def health(self) -> Health | None:
+        """Estimated accuracy of source and adapted model; None: no guard, or no check yet."""
+        return self.guard.health if self.guard else None
+
+    @property
     def group(self) -> Ranks:
         """The ranks that share every batch."""
         return self._live().group
@@ -273,8 +279,6 @@ class Adapter(Stateful):
             engine.selected = None
             engine.network.settle()
             engine.write()
-            if engine.watch:
-                engine.watch.forget()
 
     def unwrap(self, batch_statistics: bool | None = None) -> nn.Module:
         """The plain model with the weights that predict, its modes and flags as they were given.
@@ -289,9 +293,9 @@ class Adapter(Stateful):
                 `blend=True`, and it predicts as the frozen adapter; else as False, with a warning.
         """
         with self._lock:
-            engine, blend = self._live(), self._live().network.blend
+            engine, network = self._live(), self._live().network
             adapted = engine.coupled and engine.prediction_weights is not engine.source
-            if adapted and batch_statistics is None and not blend:
+            if adapted and batch_statistics is None and not network.blend:
                 log.warning(
                     "unwrap(): BatchNorm is back at its running statistics, so the model does not "
                     "predict as the adapter did. Give batch_statistics=True to keep the batch's, "
@@ -299,11 +303,13 @@ class Adapter(Stateful):
                 )
             engine.theta.write(engine.prediction_weights)
             engine.shift()
-            if blend and batch_statistics is False:
-                blend.write({})
+            if batch_statistics is None and engine.state.watched.source_predicts:
+                engine.source_model.leave_statistics(engine.state)
+            elif network.blend and batch_statistics is False:
+                network.blend.write({})
             self._give_back()
-            if batch_statistics and engine.network.statistics:
-                engine.network.statistics.forget_running()
+            if batch_statistics and network.statistics:
+                network.statistics.forget_running()
             return self.model
 
     def export(self, path: str | os.PathLike[str], images: Tensor | None = None) -> None:
@@ -311,8 +317,7 @@ class Adapter(Stateful):
 
         It gives the logits that a frozen adapter gives, for batches of any size (of this size, and
         a warning is logged, where the model's code fixes it). BatchNorm normalises with the batch's
-        statistics, unless they are blended or the guard uses the running ones. The adapter
-        continues.
+        statistics, unless they are blended or the source model predicts. The adapter continues.
 
         Args:
             path: ends with `.pt2` for a `torch.export` program, with `.onnx` for ONNX (which needs
@@ -320,19 +325,13 @@ class Adapter(Stateful):
             images: a batch, for its shape; None: like the last one.
         """
         file = export.check_path(path)
-        shape = images.shape if images is not None else self._shape
-        if shape is None:
-            raise ValueError("export(path): no batch was seen yet; give images, for their shape.")
+        shape = export.check_shape(images.shape if images is not None else self._shape)
         with self._lock, torch.inference_mode(False):
             twin = deepcopy(self)
             engine = twin._live()
-            if engine.coupled and engine.method.prior:
-                raise ValueError(
-                    f"export(path): {self.name} mixes BatchNorm's statistics, which plain modules "
-                    f"cannot; export is for the other methods."
-                )
-            own = engine.coupled and not engine.state.watched.running
-            plain = twin.unwrap(None if engine.network.blend else own)
+            export.check_statistics(self.name, engine.method.prior if engine.coupled else 0)
+            blends = engine.network.blend or engine.state.watched.source_predicts
+            plain = twin.unwrap(None if blends else engine.coupled)
             parameter = next(plain.parameters())
             export.write(file, plain, parameter.new_zeros(max(2, shape[0]), *shape[1:]))
 

@@ -49,6 +49,22 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
+def check_shape(shape: torch.Size | None) -> torch.Size:
+    """The shape of a batch; raises if none is known."""
+    if shape is None:
+        raise ValueError("export(path): no batch was seen yet; give images, for their shape.")
+    return shape
+
+
+def check_statistics(name: str, prior: float) -> None:
+    """Raise for a method whose statistics a plain BatchNorm has not."""
+    if prior:
+        raise ValueError(
+            f"export(path): {name} mixes BatchNorm's statistics, which plain modules cannot; "
+            f"export is for the other methods."
+        )
+
+
 def write(path: Path, model: nn.Module, images: Tensor) -> None:
     """Write a model; an older file there is replaced whole."""
     exported = Exported(model).eval()

@@ -38,7 +38,7 @@ class Member:
         return swap.fresh(self.adapter._live())
 
     def pack(self, held: swap.Held) -> dict[str, Any]:
-        """A state in memory as `adapter.load_state_dict` takes it, and with it the snapshots."""
+        """A state in memory as `adapter.load_state_dict` takes it."""
         with torch.inference_mode(False):
             return checkpoint.pack(self.adapter._live(), self.adapter._source(), held)
 
@@ -47,7 +47,7 @@ class Member:
         engine = self.adapter._live()
         with torch.inference_mode(False):
             state, _ = checkpoint.unpack(engine, self.adapter._source(), packed)
-            return swap.Held(state, swap.unpack_snapshots(packed, engine.device))
+            return swap.Held(state)
 
     def restore(self) -> None:
         """The adapter is as it was given."""

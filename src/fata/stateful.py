@@ -101,8 +101,6 @@ class Stateful(ModelOwner):
         with self._lock, torch.inference_mode(False):
             engine.state, keys = states.unpack(engine, self._source(), state_dict, strict)
             engine.write()
-            if engine.watch:
-                engine.watch.forget()
         return keys
 
     def _load_from_state_dict(self, *_: Any) -> NoReturn:

@@ -156,7 +156,7 @@ def test_rows_are_those_the_engine_counts(net, spec, share):
 @pytest.mark.parametrize("net", fata.tiny.NAMES)
 def test_effective_is_what_torch_counts(net, spec, monkeypatch):
     monkeypatch.setattr(cost, "norm_layers", lambda model: [])  # torch does not count them
-    adapter = one_share(net, spec, 0.25, guard=fata.Guard(narrowing=1.0, neglect=1.0))
+    adapter = one_share(net, spec, 0.25, guard=fata.Guard(level=0.0))
     whole, tail = passes(adapter, IMAGES[:1])
     counter = FlopCounterMode(display=False)
 

@@ -223,7 +223,7 @@ def test_an_invented_state_harms_no_one(tmp_path):
             invented(**{name: packed[name] * torch.nan}),
             invented({"watched": {"since": "x", "nothing": 1}}),
             invented({"counts": 3}),
-            invented(**{"snapshot.0.facts": torch.zeros(7)}),
+            invented({"watched": {**packed["meta"]["watched"], "phase": "asleep"}}),
         ):
             error(one.put(f"{STREAM}/state", content=content), 422)
         strange = invented(**{"plus.mean": torch.zeros(3, 3)}, meta={"batches": "many"})

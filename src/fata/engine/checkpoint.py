@@ -1,9 +1,9 @@
 """The state of an adapter: what moved and what is remembered, never the whole model.
 
-Parameters, momentum, the method's memory, FATA's moving average, the counters, the guard's averages
-(its snapshots only in a fleet's files). Random numbers depend on (seed, batch number), so these two
-numbers are the generator. `meta` says whose state it is. Its digest covers all that is loaded. A
-file is one safetensors file that is whole or not there.
+Parameters, momentum, the method's memory, FATA's moving average, the counters, what the guard
+keeps. Random numbers depend on (seed, batch number), so these two numbers are the generator. `meta`
+says whose state it is. Its digest covers all that is loaded. A file is one safetensors file that is
+whole or not there.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from fata._text import listed
 from fata._torch import NormWithStatistics
 from fata.engine.engine import Engine
 from fata.engine.state import State
-from fata.engine.swap import Held, pack_snapshots
+from fata.engine.swap import Held
 from fata.guard.events import Watched
 from fata.methods import describe, spec_of
 from fata.methods.base import CustomStep
 
-FORMAT = 4
+FORMAT = 5
 MOVING = ("parameter.", "momentum.")
 
 
@@ -40,8 +40,7 @@ class StateError(RuntimeError):
 def pack(engine: Engine, source: str, held: Held | None = None) -> dict[str, Any]:
     """The state as tensors by name, and `meta`; `source` is the model's fingerprint.
 
-    With `held`, that stream's instead, and the guard's snapshots too: they may be several times as
-    large as the rest.
+    With `held`, that stream's instead.
     """
     state, theta = held.state if held else engine.state, engine.theta
     groups = {"host": state.host, "plus": state.plus, "guard": state.guard}
@@ -54,7 +53,6 @@ def pack(engine: Engine, source: str, held: Held | None = None) -> dict[str, Any
         for group, members in groups.items()
         for name, tensor in members.items()
     }
-    tensors |= pack_snapshots(held.snapshots if held else ())
     meta = _described(engine, state, source)
     return {**tensors, "meta": {**meta, "digest": _sealed(tensors, meta)}}
 

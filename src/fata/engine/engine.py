@@ -24,9 +24,11 @@ from fata.distributed.ranks import Ranks
 from fata.engine import draws, unmoved
 from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.network import Network, stand_in
+from fata.engine.source_model import SourceModel
 from fata.engine.state import Given, Moved, Moving, Seen, State
 from fata.engine.step import DENSE, Step
 from fata.engine.updates import guarded_sgd
+from fata.guard.events import Phase
 from fata.guard.policy import Guard, Watch
 from fata.methods.base import Batch, CustomStep, Method
 from fata.methods.fata import Fata
@@ -54,6 +56,7 @@ class Engine:
         self.network = Network(model, method, plus, self._count)
         self.functions = Step(self.network, method, plus, theta)
         self.execution = execution(self.functions)
+        self.source_model = SourceModel(self.functions, self.execution)
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
         self.loss: Tensor | None = None  # of the last batch; None: no step was taken
         self.source_predicted = False  # whether the last batch's logits are the source model's
@@ -61,6 +64,8 @@ class Engine:
         self.state = self.fresh()
         drifts = self.adapts and not (isinstance(method, CustomStep) and method.episodic)
         self.watch = Watch(guard, self) if guard and drifts else None
+        if self.watch:
+            self.network.refer()
 
     @property
     def adapts(self) -> bool:
@@ -96,11 +101,6 @@ class Engine:
     def coupled(self) -> bool:
         """Whether the rows of a batch see each other, by BatchNorm."""
         return self.network.coupled
-
-    @property
-    def batch_statistics(self) -> bool:
-        """Whether BatchNorm normalises with the batch at hand alone."""
-        return self.coupled and self.network.blend is None
 
     @property
     def device(self) -> torch.device:
@@ -141,18 +141,20 @@ class Engine:
         """What a frozen adapter predicts; learns and counts nothing."""
         weights, back = self.prediction_weights, self.state.theta
         self.source_predicted = weights is self.source or not self.learns
+        if self.state.watched.source_predicts:
+            return self.source_model.recall(images, self.state)
         moved = nullcontext() if weights is back else self.theta.at(weights, back)
         with self.counted_apart(), moved:
             self.network.check_head(images)
-            logits = self.predict(images, self.state.watched.running)
-        if self.state.watched.source_predicts or not self.learns:
+            logits = self.predict(images)
+        if not self.learns:
             return logits
         return self.method.answer(self._batch(images, logits), self.state.host, learned=False)
 
     def shift(self) -> None:
         """Give the model's classifier what the method adds to its logits, before it is given up."""
-        head, source = self.network.head, self.state.watched.source_predicts
-        if head and self.learns and not source:
+        head = self.network.head
+        if head and self.adapts and not self.state.watched.source_predicts:
             head.add(self.method.shift(head.layer.weight.detach(), self.state.host))
 
     def counted_apart(self) -> AbstractContextManager[dict[str, int]]:
@@ -168,8 +170,7 @@ class Engine:
     @property
     def learns(self) -> bool:
         """Whether the next batch is learned from."""
-        watched = self.state.watched
-        return self.adapts and not (watched.resting or watched.running)
+        return self.adapts and self.state.watched.phase is not Phase.REST
 
     @property
     def checks_pixels(self) -> bool:
@@ -181,7 +182,6 @@ class Engine:
         """Predict a batch and learn from it; if that fails, all is as it was before."""
         watched = replace(self.state.watched, events=list(self.state.watched.events))
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
-        snapshots = self.watch.states if self.watch else ()
         try:
             self._reset_in_time()
             self.source_predicted = not self.learns
@@ -198,8 +198,6 @@ class Engine:
         except BaseException as error:
             self.state, self.selected = before, None
             self.write()
-            if self.watch:
-                self.watch.states = snapshots
             self.group.tell(error)
             raise
         self.state.batches += 1
@@ -212,13 +210,13 @@ class Engine:
         self.state = self.state.restarted(self.source)
         self.state.count(reset=1)
         self.write()
-        if self.watch:
-            self.watch.forget()
 
     def _learned(self, images: Tensor) -> Tensor:
         """Logits of a batch, once it is learned from."""
         if not self.learns:
             self.selected = None
+            if self.adapts:
+                return self.source_model.predict(images, self.state)
             return self._observed(images)
         if isinstance(self.method, CustomStep):
             return self.method.step(self, images)
@@ -234,7 +232,7 @@ class Engine:
     def _observed(self, images: Tensor) -> Tensor:
         """Logits of a batch that is not learned from; it has a part in BatchNorm's blend."""
         if self.network.blend is None:
-            return self.predict(images, self.state.watched.running)
+            return self.predict(images)
         self._begin_blend(images)
         with self.execution.stepping(images):
             given = self.functions.observe, images, self.state.norm
@@ -345,8 +343,8 @@ class Engine:
 
     def _recover(self) -> bool:
         """Restart from the source weights where the method says so, with no momentum or memory."""
-        state, lost = self.state, self.method.recover(self.state.host)
-        if lost is None or not lost:
+        state = self.state
+        if not self.method.recover(state.host):
             return False
         state.count(recovered=1)
         state.theta, state.velocity, state.host = self.source, torch.zeros_like(self.source), {}
@@ -380,10 +378,7 @@ class Engine:
         self.theta.move(here)
         functions.fisher = None if functions.fisher is None else functions.fisher.to(here)
         self.state.move(here)
-        if self.network.blend:
-            self.network.blend.move(here)
-        if self.watch:
-            self.watch.forget()
+        self.network.move(here)
         self.execution.forget()
 
     def write(self) -> None:

@@ -18,7 +18,7 @@ from fata.engine.state import Pass
 from fata.methods.base import Memory, Method
 from fata.methods.fata import Fata, Perturb
 from fata.methods.feature import FeatureMethod
-from fata.network.blend import StreamStatistics
+from fata.network.blend import StreamStatistics, Witness
 from fata.network.head import Head
 from fata.network.logits import logits_of
 from fata.network.norms import BatchStatistics, batch_norms, has_running, spare_group_norms
@@ -47,6 +47,7 @@ class Network:
         self.statistics: BatchStatistics | None = self.blend
         if method.batch_statistics and self.blend is None:
             self.statistics = BatchStatistics(model, method.prior)
+        self._witness: Witness | None = None
         self.group: Ranks = SINGLE
         self._spared = spare_group_norms(model)
         self._overwrites: bool | None = None  # whether the model changes its images; None: unknown
@@ -158,21 +159,48 @@ class Network:
         if self.blend:
             self.blend.write(norm)
 
+    @property
+    def reference(self) -> StreamStatistics | None:
+        """The statistics of the source model beside the adapted one; None: they are the same."""
+        return self.blend or self._witness
+
+    def refer(self) -> None:
+        """The source model is run beside the adapted one from now on."""
+        if self.coupled and self.blend is None and has_running(self.model):
+            self._witness = Witness(self.model)
+            self._witness.join(self.group)
+
+    @contextmanager
+    def referring(self, statistics: AbstractContextManager[None]) -> Iterator[None]:
+        """BatchNorm uses these of the reference inside the context, and none of its own."""
+        own = self.running_statistics() if self._witness else nullcontext()
+        with own, statistics:
+            yield
+
+    @property
+    def _all_statistics(self) -> list[BatchStatistics]:
+        return [one for one in (self._witness, self.statistics) if one is not None]
+
     def settle(self) -> None:
         """Undo what an interrupt may have left of the contexts above."""
-        if self.statistics:
-            self.statistics.settle()
+        for one in self._all_statistics:
+            one.settle()
 
     def join(self, group: Ranks) -> None:
         """Share every batch with other ranks."""
         self.group = group
-        if self.statistics is not None:
-            self.statistics.join(group)
+        for one in self._all_statistics:
+            one.join(group)
+
+    def move(self, device: torch.device) -> None:
+        """Follow the model to another device."""
+        if self.reference:
+            self.reference.move(device)
 
     def close(self) -> None:
         """Give the model its own statistics back, and take all hooks off."""
-        if self.statistics is not None:
-            self.statistics.remove()
+        for one in self._all_statistics:
+            one.remove()
         for handle in self._spared:
             handle.remove()
         if self.head:
@@ -218,8 +246,8 @@ class Network:
         try:
             return self.model(images)
         except BaseException:
-            if self.statistics is not None:
-                self.statistics.restore()
+            for one in self._all_statistics:
+                one.restore()
             raise
 
     def _first_output(self, images: Tensor) -> Any:

@@ -23,8 +23,8 @@ class StepRecord:
             the source model's predictions were returned.
         entropy: mean entropy of the predictions, in nats: what the hosts minimise.
         stepped: steps that moved the weights, since the stream's start.
-        phase: the guard's: `adapting`; `aside` or `even`: the source model predicts while the
-            adapted one learns; `running` or `rest`: nothing is learned; `off`: there is no guard.
+        phase: the guard's: `adapting`; `aside`: the source model predicts while the adapted one
+            learns; `rest`: nothing is learned; `off`: there is no guard.
         source_predicted: whether the predictions are the source model's.
         events: what the guard did after this batch.
         loss: what was minimised: the sum of the terms' weighted means, without EATA's penalty; for
@@ -62,7 +62,7 @@ def record(engine: Engine, logits: Tensor, learned: bool = True) -> StepRecord:
         selected={term: int(chosen.sum()) for term, chosen in zip(terms, rows, strict=False)},
         entropy=entropy(logits.float()).mean().item(),
         stepped=int(state.counts.get("stepped", 0)),
-        phase=state.watched.phase if engine.watch else "off",
+        phase=str(state.watched.phase) if engine.watch else "off",
         source_predicted=engine.source_predicted,
         events=tuple(latest),
         loss=engine.loss.item() if learned and engine.loss is not None else None,

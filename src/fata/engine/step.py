@@ -63,6 +63,21 @@ class Step:
             logits = self.network.predict(images)
             return logits, self.network.observed(logits)
 
+    def refer(self, images: Tensor, norm: Memory) -> tuple[Tensor, Memory]:
+        """The same with the statistics of the source model beside the adapted one."""
+        reference = self.network.reference
+        assert reference is not None
+        with self.network.referring(reference.observing(norm, len(images))):
+            logits = self.network.predict(images)
+            return logits, reference.observed(logits)
+
+    def recall(self, images: Tensor, norm: Memory) -> Tensor:
+        """Logits of images that have no part in those statistics."""
+        reference = self.network.reference
+        assert reference is not None
+        with self.network.referring(reference.recalling(norm)):
+            return self.network.predict(images)
+
     def first(self, given: Given) -> Pass:
         """A pass over the whole batch, with FATA's perturbation of it; inside `observing`."""
 

@@ -1,33 +1,33 @@
-"""What the guard did and keeps: events, its part of the state, snapshots."""
+"""What the guard did and keeps: its events, and its part of an adapter's state."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from torch import Tensor
 
-from fata.methods.base import Memory
+class Phase(StrEnum):
+    """Who predicts, and whether anything is learned."""
+
+    ADAPTING = "adapting"  # the adapted model predicts
+    ASIDE = "aside"  # the source model predicts, and the adapted one learns
+    REST = "rest"  # the source model predicts, and nothing is learned
 
 
 @dataclass(frozen=True)
 class Event:
-    """What the guard did, and why.
+    """What the guard did.
 
     Actions: `aside`: falls back to the source model while the adapted one learns; `trusted`: the
-    adapted model predicts again; `even`: falls back to the source model, whose predicted classes
-    are balanced; `uneven`: the adapted model predicts again; `back`: rolled back to a snapshot, and
-    the source model predicts until it is `trusted`; `rest`: stays at the source weights; `restart`:
-    from the source weights, after a long time; `running`: the source model with its
-    running statistics, since the batch's do harm; `batch`: with the batch's again.
+    adapted model predicts again; `back`: the adapted model restarts from the source weights at a
+    lower rate, and the source model predicts; `rest`: it has failed too often, and nothing is
+    learned any more.
     """
 
     batch: int  # after which
-    sign: str
-    value: float
-    doubt: float
     action: str
-    to: int  # the batch after which the snapshot was taken that was restored; 0: the source
+    odds: float  # log odds of harm (`trusted`: of a gain) that led to it
     rate: float  # factor of the rate from now on
 
 
@@ -35,34 +35,21 @@ class Event:
 class Watched:
     """What the guard keeps beside its averages; part of the adapter's state."""
 
+    phase: Phase = Phase.ADAPTING
     since: int = 0  # batches since the start, or since the last rollback
     last: int = 0  # of them, at the last check
-    answers: int = 0  # predictions since the model was its source
-    aside: int | None = None  # predictions of the source model while the adapted one learns
+    aside: int = 0  # predictions of the source model since it was put aside
+    harm: float = 0.0  # log odds, since they were last in favour of the adapted model
+    gain: float = 0.0  # log odds, since they were last against it
     trusted: int = 0  # times that the adapted model was, since the last rollback
-    scale: float = 1.0  # of the rate
     failures: int = 0
-    resting: bool = False
-    running: bool = False  # the model predicts with its running statistics
-    mixed: int = 0  # predictions since then, in a row, of batches of many classes
-    even: bool = False  # the source predicts: its classes are balanced, and S shows no gain
+    scale: float = 1.0  # of the rate
     events: list[Event] = field(default_factory=list)
 
     @property
     def source_predicts(self) -> bool:
-        """Whether the source model predicts while the adapted one learns."""
-        return self.aside is not None or self.even
-
-    @property
-    def phase(self) -> str:
-        """`adapting`, or the action in force: `aside`, `even`, `running`, `rest`."""
-        if self.resting:
-            return "rest"
-        if self.running:
-            return "running"
-        if self.aside is not None:
-            return "aside"
-        return "even" if self.even else "adapting"
+        """Whether the source model predicts."""
+        return self.phase is not Phase.ADAPTING
 
     def pack(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -71,15 +58,5 @@ class Watched:
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Watched:
         """What `pack` gave."""
-        return cls(**{**packed, "events": [Event(**event) for event in packed["events"]]})
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A state to roll back to."""
-
-    narrowing: float
-    batch: int
-    theta: Tensor
-    host: Memory
-    plus: Memory
+        events = [Event(**event) for event in packed["events"]]
+        return cls(**{**packed, "phase": Phase(packed["phase"]), "events": events})

@@ -94,6 +94,18 @@ class StreamStatistics(BatchStatistics):
         finally:
             self._before, self._found = None, {}
 
+    @contextmanager
+    def recalling(self, memory: Memory) -> Iterator[None]:
+        """The statistics of a memory inside the context, as they are."""
+        try:
+            self._before = memory
+            self._found = {
+                layer: self._of(memory, place) for place, layer in enumerate(self._known)
+            }
+            yield
+        finally:
+            self._before, self._found = None, {}
+
     def observed(self, logits: Tensor) -> Memory:
         """The memory with the batch that was passed, while still observing."""
         assert self._before is not None
@@ -207,6 +219,14 @@ class StreamStatistics(BatchStatistics):
 
     def _joined(self, name: str) -> Tensor:
         return torch.cat([widened(getattr(layer, name)).clone() for layer in self._known])
+
+
+class Witness(StreamStatistics):
+    """The same beside other statistics: in force only while it is observing or recalling."""
+
+    def _choose(self, layer: BatchNorm, args: Any, kwargs: Any) -> Any:
+        if self._before is not None:
+            super()._choose(layer, args, kwargs)
 
 
 def blended(

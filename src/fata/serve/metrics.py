@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from fata.engine.record import StepRecord
 
-PHASES = ("adapting", "aside", "even", "running", "rest", "off")
+PHASES = ("adapting", "aside", "rest", "off")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 OTHER = "other"

@@ -277,7 +277,7 @@ class Scheduler:
             frozen = self._fleet.settings(stream).frozen
             logits, record = self._fleet.step(stream, placed, learn=not late)
             note = "frozen" if frozen else "deadline" if late else None
-            stays = record.phase in ("running", "rest") or self._fleet.source_only(stream)
+            stays = record.phase == "rest" or self._fleet.source_only(stream)
             learned = note is None and not stays
             outcome = Outcome(logits.float().cpu(), record, learned, note)
         except StreamBusyError:

@@ -160,13 +160,8 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
     texts = {
         "aside": "source predictions are returned",
         "trusted": "adapted predictions are returned again",
-        "even": "source predictions are returned: they are balanced",
-        "uneven": "adapted predictions are returned again",
-        "back": "rolled back to batch {to}, {rate:.2g} of the learning rate; source predictions",
-        "rest": "adaptation pauses at the source weights",
-        "restart": "restarts from the source weights",
-        "running": "predicts with the running statistics",
-        "batch": "adapts again, with the batch's statistics",
+        "back": "restarts from the source weights, at {rate:.2g} of the learning rate",
+        "rest": "adaptation ends at the source weights",
     }
     return {
         "x": [event["batch"] for event in events],

@@ -119,7 +119,7 @@ function drawEvents(events) {
   element("quiet").hidden = events.length > 0;
   element("events").replaceChildren(...[...events].reverse().map((event) => {
     const line = document.createElement("tr");
-    for (const text of [event.batch, event.action, event.sign, event.value.toFixed(3)]) {
+    for (const text of [event.batch, event.action, event.odds.toFixed(1)]) {
       line.append(Object.assign(document.createElement("td"), { textContent: text }));
     }
     return line;

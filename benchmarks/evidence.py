@@ -1,0 +1,236 @@
+"""What the guard decides on streams that were recorded without it: `python -m benchmarks.evidence`.
+
+    python -m benchmarks.evidence                            # what lies in benchmarks/runs
+    python -m benchmarks.evidence --ablate                   # with one number of the guard changed
+    python -m benchmarks.evidence --record mini_resnet_gn --file evidence.jsonl --seconds 600
+
+A recording holds, for some batches of a stream, the label of each image, both models' predictions
+and the source's confidence: enough to try a guard without running a network again. The streams are
+clean images and the four corruptions that the benchmark never uses. While the source predicts, the
+adapted model learns as it did when it was recorded; once it restarts, it is taken to be as good as
+the source. Older recordings (`signs`) have no confidence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fata
+from benchmarks.archive import lines
+from fata.adapter import BALANCED
+from fata.bench.cell import Cell
+from fata.corruptions import EXTRA
+from fata.distributed.ranks import SINGLE
+from fata.guard.events import Watched
+from fata.guard.policy import Guard, Watch
+from fata.network.norms import has_running
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "normal": {},
+    "label-shift": {},
+    "few-classes 2": {"classes": 2},
+    "few-classes 4": {"classes": 4},
+    "few-classes 4 in turn": {"classes": 4, "every": 320},
+    "skewed 0.35": {"share": 0.35},
+    "skewed 0.9": {"share": 0.9},
+    "normal 8": {"batch_size": 8},
+    "normal 1": {"batch_size": 1},
+}
+METHODS = ("auto", "tent", "eata+fata", "sar", "deyo+fata")
+RATES = (1, 10)
+ABLATIONS = (
+    {}, {"every": 8}, {"every": 32}, {"part": 0.0625}, {"part": 0.5}, {"rows": 128}, {"rows": 2048},
+    {"bet": 0.15}, {"bet": 0.6}, {"level": 0.3}, {"level": 0.01}, {"real": 0.2}, {"real": 0.4},
+    {"real": 1.0}, {"trial": 512}, {"trial": 8192},
+)  # fmt: skip
+HARM = -1.0  # percentage points
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One stream: what both models predicted, batch by batch."""
+
+    group: str
+    batches: list[tuple[Tensor, Tensor, int, int]]  # source and adapted logits; how many are right
+    every: int  # of the stream's batches one is kept
+
+    @property
+    def images(self) -> int:
+        """That are kept."""
+        return sum(len(source) for source, *_ in self.batches)
+
+    @property
+    def gain(self) -> float:
+        """Of the adapted model over the source, in percentage points."""
+        return 100 * sum(right - still for *_, right, still in self.batches) / self.images
+
+
+# -- recording --------------------------------------------------------------------------------
+
+
+def record(
+    model: str, data: str, name: str, domain: str, method: str, rate: int, images: int, every: int
+) -> dict[str, Any]:
+    """Run one stream."""
+    loaded = fata.zoo.load(model)
+    options = dict(SCENARIOS[name])
+    size = options.pop("batch_size", 64)
+    spec, own = ("eata+fata", BALANCED) if method == "auto" else (method, {})
+    fields = {**loaded.settings(spec, size), **own} if method != "auto" else dict(own)
+    fields = {k: v for k, v in fields.items() if k not in ("lr", "fisher_alpha")}
+    blend = {"blend": True} if method == "auto" and has_running(loaded.model) else {}
+    rates = {"lr": "paper"} if spec.startswith("eata") else {}  # its own go with its penalty
+    cell = Cell(model, data, name, (domain,), 5, spec, 0, size, fields=rates)
+    lr = rate * (cell.rate(loaded).value or 0)
+    adapted = fata.adapt(loaded.model, spec, guard=None, lr=lr, **fields, **blend)
+    blends = {"blend": True} if has_running(loaded.model) else {}
+    source = fata.adapt(fata.zoo.load(model).model, "norm", **blends)
+    scenario = name.split()[0]
+    stream = fata.stream(
+        fata.data.open(data, fit=loaded), scenario, domains=[domain], batch_size=size,
+        images=images, **options,
+    )  # fmt: skip
+    batches = []
+    for number, batch in enumerate(stream):
+        pictures = loaded.preprocess.normalise(batch.images)
+        answers = adapted(pictures).argmax(1)
+        if number % every:
+            continue
+        sure, still = source(pictures).softmax(1).max(1)
+        found = batch.labels, answers, still, (sure * 1000).round().long()
+        batches.append([column.tolist() for column in found])
+    values = {"model": model, "scenario": name, "domain": domain, "method": method, "rate": rate}
+    return {**values, "classes": loaded.classes, "every": every, "batches": batches}
+
+
+# -- judging ----------------------------------------------------------------------------------
+
+
+def recordings() -> Iterator[Recording]:
+    """All that are kept."""
+    for cell in lines("evidence"):
+        batches = []
+        for columns in cell["batches"]:
+            labels, answers, still, sure = (torch.tensor(column) for column in columns)
+            logits = _logits(answers, cell["classes"]), _logits(still, cell["classes"], sure / 1000)
+            right = (answers == labels).sum().item(), (still == labels).sum().item()
+            batches.append((logits[1], logits[0], *right))
+        group = "BatchNorm" if "_bn" in cell["model"] else "GroupNorm"
+        yield Recording(f"{group}, {cell['scenario'].split()[0]}", batches, cell["every"])
+    for cell in lines("signs"):
+        if cell["scenario"] != "normal" or "_bn" in cell["model"]:
+            continue  # those are of another source model, or need its confidence
+        batches = []
+        for batch in cell["batches"]:
+            rows = torch.tensor(batch["pairs"])
+            answers, still = rows[:, :2].repeat_interleave(rows[:, 2], 0).T
+            pair = _logits(still, cell["classes"]), _logits(answers, cell["classes"])
+            batches.append((*pair, batch["right"], batch["still"]))
+        yield Recording(f"{cell['model']}, normal, older", batches, 1)
+
+
+def _logits(classes: Tensor, of: int, confidence: Tensor | float = 0.5) -> Tensor:
+    """Of rows with these predictions and confidences."""
+    sure = torch.as_tensor(confidence).clamp(1.01 / of, 0.999)
+    margin = (sure * (of - 1) / (1 - sure)).log()
+    return torch.nn.functional.one_hot(classes, of) * margin.reshape(-1, 1)
+
+
+def kept_gain(recording: Recording, guard: Guard) -> float:
+    """Of the predictions that the guard returns over the source's, in percentage points."""
+    shown: list[Tensor] = []
+    state = SimpleNamespace(watched=Watched(), guard={}, batches=0)
+    source = SimpleNamespace(predict=lambda *_: shown[-1], restart=lambda _: None)
+    engine: Any = SimpleNamespace(state=state, group=SINGLE, source_model=source)
+    watch = Watch(replace(guard, trial=guard.trial // recording.every), engine)
+    total = 0
+    for still, logits, right, right_still in recording.batches:
+        shown[:] = [still]
+        returned = watch.see(logits, logits)
+        state.watched.since += recording.every - 1
+        state.batches += recording.every
+        if watch.events and watch.events[-1].action in ("back", "rest"):
+            break
+        total += right - right_still if returned is logits else 0
+    return 100 * total / recording.images
+
+
+def judge(streams: list[Recording], guard: Guard) -> dict[str, list[tuple[float, float]]]:
+    """Gains without and with the guard, by group."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for one in streams:
+        found.setdefault(one.group, []).append((one.gain, kept_gain(one, guard)))
+    return found
+
+
+def show(found: dict[str, list[tuple[float, float]]]) -> None:
+    """A line a group."""
+    print("| streams | not harmed | pp lost | most | harmed | without guard | with | over 1 pp |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for group, pairs in sorted(found.items()):
+        print(f"| {group} | {_line(pairs)} |")
+
+
+def _line(pairs: list[tuple[float, float]]) -> str:
+    fine = [free - held for free, held in pairs if free >= HARM]
+    hurt = [pair for pair in pairs if pair[0] < HARM]
+    lost = f"{mean(fine):.2f} | {max(fine):.2f}" if fine else " | "
+    rescued = f"{mean(f for f, _ in hurt):.2f} | {mean(h for _, h in hurt):.2f}" if hurt else " | "
+    below = sum(held < HARM for _, held in pairs)
+    return f"{len(fine)} | {lost} | {len(hurt)} | {rescued} | {below}"
+
+
+def main() -> None:
+    """Record, or judge what was recorded."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--record", nargs="+", metavar="MODEL")
+    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--data", default="embedded")
+    parser.add_argument("--images", type=int, default=1280)
+    parser.add_argument("--every", type=int, default=2, help="batches between two that are kept")
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the streams")
+    parser.add_argument("--file", type=Path, help="to record to")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if not args.record:
+        streams, guard = list(recordings()), Guard()
+        if not args.ablate:
+            show(judge(streams, guard))
+            return
+        for change in ABLATIONS:
+            found = judge(streams, replace(guard, **change))
+            pairs = [pair for some in found.values() for pair in some]
+            print(f"| {' '.join(f'{k}={v}' for k, v in change.items())} | {_line(pairs)} |")
+        return
+    if args.file is None:
+        parser.error("--record needs --file")
+    streams_of = list(product(args.record, SCENARIOS, ("clean", *EXTRA), METHODS, RATES))
+    random.Random(args.seed).shuffle(streams_of)
+    begun = time.monotonic()
+    with args.file.open("a") as file:
+        for model, name, domain, method, rate in streams_of:
+            if time.monotonic() - begun > args.seconds:
+                return
+            images = min(args.images, 640) if name == "normal 1" else args.images
+            every = 1 if name == "normal 1" else args.every
+            cell = record(model, args.data, name, domain, method, rate, images, every)
+            print(json.dumps(cell), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()

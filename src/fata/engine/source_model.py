@@ -1,0 +1,78 @@
+"""The source model beside the adapted one: what the guard compares with and falls back to.
+
+Where there is BatchNorm, its statistics are a blend of the source's and the stream's, with a memory
+of its own: those of a batch of few images or classes, or of an adapted model, would spoil it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fata.engine.direct import Direct
+from fata.engine.state import State
+from fata.engine.step import Step
+from fata.methods.base import Memory
+
+PREFIX = "norm."  # of that memory, in the guard's
+
+
+class SourceModel:
+    """The source weights of one engine, put in the adapted ones' place for a pass."""
+
+    def __init__(self, functions: Step, execution: Direct) -> None:
+        self._functions, self._execution = functions, execution
+
+    def predict(self, images: Tensor, state: State) -> Tensor:
+        """Logits of the batch at hand, which has a part in BatchNorm's statistics."""
+        statistics, execution = self._functions.network.reference, self._execution
+        state.count(rows_source=len(images))
+        with self._in_place(state):
+            if statistics is None:
+                return execution.predict(images)
+            known = self.memory(state)
+            if not known:
+                with self._functions.network.running_statistics():
+                    known = statistics.begin(execution.predict(images))
+            with execution.stepping(images):
+                logits, after = execution.run("refer", self._functions.refer, images, known)
+        state.guard = {**state.guard, **{PREFIX + name: tensor for name, tensor in after.items()}}
+        return logits  # type: ignore[no-any-return]
+
+    def recall(self, images: Tensor, state: State) -> Tensor:
+        """Logits of images that have no part in anything."""
+        known, execution = self.memory(state), self._execution
+        with self._in_place(state):
+            if not known:
+                return execution.predict(images)
+            with execution.stepping(images):
+                recalled = execution.run("recall", self._functions.recall, images, known)
+        return recalled  # type: ignore[no-any-return]
+
+    def restart(self, state: State) -> None:
+        """Give the adapted model the source weights, and no momentum or memory."""
+        source = self._functions.source
+        state.theta, state.velocity = source, torch.zeros_like(source)
+        state.host, state.plus = {}, {}
+        self._functions.theta.write(source)
+
+    def leave_statistics(self, state: State) -> None:
+        """Put those of the source model in BatchNorm's own buffers."""
+        statistics = self._functions.network.reference
+        if statistics is not None:
+            statistics.write(self.memory(state))
+
+    def memory(self, state: State) -> Memory:
+        """Of BatchNorm's statistics; empty before the first check."""
+        found = state.guard.items()
+        return {name.removeprefix(PREFIX): t for name, t in found if name.startswith(PREFIX)}
+
+    @contextmanager
+    def _in_place(self, state: State) -> Iterator[None]:
+        functions = self._functions
+        at_source = functions.theta.at(functions.source, back=state.theta)
+        with functions.network.counted_apart(), torch.no_grad(), at_source:
+            yield

@@ -7,8 +7,8 @@
 Random weights, noise images on the device, and a learning rate near zero, so that the share of
 selected rows stays as it was set. The ways of a host, with FATA and without, take turns; printed
 are medians over the rounds, and of ratios those of the two times in one round. All without the
-guard: with `--guard`, what that adds to a step is measured instead, over whole turns of its looks;
-with `--guard first`, over the batches after a start, in which it looks more often.
+guard: with `--guard`, what that adds to a step is measured instead, over whole turns of its checks;
+with `--guard first`, over the batches after a start, in which it checks more often.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ from benchmarks.plain import Plain
 from benchmarks.presets import HOSTS
 from benchmarks.race import WARM_GPU, Call, Runner, race, times
 from benchmarks.share import Share
-from fata.guard.policy import RARELY, SETTLED, SOONER
-from fata.network.norms import batch_norms
 from fata.zoo import ZooError, mini
 
+FIRST = 256  # batches
 TURN = 10  # calls in a row on a GPU, as in a stream: what is launched early waits there
 SPECS = tuple(host + plus for host in HOSTS for plus in ("", "+fata"))
 Line = dict[str, Any]
@@ -112,49 +111,47 @@ def _selected(adapter: fata.Adapter) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Looks:
-    """How often the guard looks at a network, long after a start or from the `first` batch on."""
+class Checks:
+    """How often the guard checks, long after a start or from the `first` batch on."""
 
     first: bool
-    shared: bool  # BatchNorm's statistics, at which it looks as well
 
     @property
     def turn(self) -> int:
         """Batches after which they come again."""
-        if self.first:
-            return SOONER if self.shared else SETTLED
-        return 2 * fata.Guard().every * (RARELY if self.shared else 1)
+        return FIRST if self.first else 2 * fata.Guard().every
 
     def of(self, adapter: fata.Adapter, images: Tensor) -> Call:
-        """The adapter at that age; what it looks with is compiled by then."""
-        for running in (False, True) if self.shared else (False,):
-            for _ in range(WARM_GPU if images.is_cuda else 0):
-                adapter._engine.predict(images, running)
-        watched = adapter._engine.state.watched
+        """The adapter at that age; what it compares with is captured by then."""
+        engine = adapter._engine
+        for _ in range(WARM_GPU if images.is_cuda else 0):
+            engine.source_model.predict(images, engine.state)
+        watched = engine.state.watched
         if not self.first:
-            watched.since = SETTLED + 1
+            watched.since = watched.last = 10 * FIRST
             return adapter
 
         def young(images: Tensor) -> Tensor:
-            watched.since %= self.turn
+            if watched.since >= self.turn:
+                watched.since = watched.last = 0
             return adapter(images)
 
         return young
 
 
-def guarded(track: Track, spec: str, looks: Looks) -> list[Line]:
-    """A line a speed: a step with the guard over one without; how many rows it looks at."""
+def guarded(track: Track, spec: str, checks: Checks) -> list[Line]:
+    """A line a speed: a step with the guard over one without; how many rows it compares."""
     fields, lines = track.fields(spec), []
     for speed in track.speeds:
-        guard = fata.Guard(term=10**9, even=0)  # nothing is learned, nor proved
+        guard = fata.Guard(level=0.0)  # it finds nothing
         watched = track.ours(spec, fields, speed, guard)
         ways = {
             "without": partial(track.ours, spec, fields, speed),
-            "with": partial(looks.of, watched, track.images),
+            "with": partial(checks.of, watched, track.images),
         }
-        ran = race(ways, track.images, track.rounds, looks.turn)
+        ran = race(ways, track.images, track.rounds, checks.turn)
         before = watched.counts["rows_source"]
-        for _ in range(looks.turn):
+        for _ in range(checks.turn):
             ran["with"].call(track.images)
         if watched.guard.events:
             raise RuntimeError(f"the guard stepped in: {watched.guard.events}")
@@ -167,7 +164,7 @@ def guarded(track: Track, spec: str, looks: Looks) -> list[Line]:
                 "without": ran["without"].per_second(len(track.images)),
                 "with": ran["with"].per_second(len(track.images)),
                 "costs": times(ran["with"], ran["without"]),
-                "looks": seen / (looks.turn * len(track.images)),
+                "checked": seen / (checks.turn * len(track.images)),
             }
         )
     return lines
@@ -207,14 +204,14 @@ def guard_table(lines: list[Line]) -> str:
         "without",
         "with the guard",
         "with / without",
-        "looked at",
+        "checked",
     ]
     rows = [
         [
             *(line[name] for name in ("model", "method", "speed")),
             *(f"{line[name]:,.0f}" for name in ("without", "with")),
             f"{line['costs']:.3f}",
-            f"{line['looks']:.1%}",
+            f"{line['checked']:.1%}",
         ]
         for line in lines
     ]
@@ -243,8 +240,8 @@ def run(args: argparse.Namespace) -> list[Line]:
         model = shares.spread(model.to(args.device), images)
         track = Track(name, model, images, args.share, args.speeds, args.rounds)
         if args.guard:
-            looks = Looks(args.guard == "first", bool(batch_norms(model)))
-            lines += [line for spec in args.methods for line in guarded(track, spec, looks)]
+            checks = Checks(args.guard == "first")
+            lines += [line for spec in args.methods for line in guarded(track, spec, checks)]
             continue
         for host in dict.fromkeys(spec.partition("+")[0] for spec in args.methods):
             own = [spec for spec in args.methods if spec.partition("+")[0] == host]

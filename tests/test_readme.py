@@ -18,7 +18,7 @@ PRINTED = {  # what the examples of a page must print
     ],
     "models.md": ["mini_resnet_gn: weights"],
     "corruptions.md": ["torch.Size([4, 3, 32, 32])"],
-    "guard.md": ["narrowing"],
+    "guard.md": ["aside", "Health("],
     "state.md": ["'seen': 128", "'tent': 1.0"],
     "serve.md": ["16 adapting"],
     "methods.md": ["torch.Size([16, 10])"],

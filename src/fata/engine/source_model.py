@@ -16,8 +16,10 @@ from fata.engine.direct import Direct
 from fata.engine.state import State
 from fata.engine.step import Step
 from fata.methods.base import Memory
+from fata.network.blend import VECTORS
 
 PREFIX = "norm."  # of that memory, in the guard's
+MOST = torch.finfo(torch.half).max
 
 
 class SourceModel:
@@ -39,7 +41,7 @@ class SourceModel:
                     known = statistics.begin(execution.predict(images))
             with execution.stepping(images):
                 logits, after = execution.run("refer", self._functions.refer, images, known)
-        state.guard = {**state.guard, **{PREFIX + name: tensor for name, tensor in after.items()}}
+        state.guard = {**state.guard, **{PREFIX + name: _kept(name, after[name]) for name in after}}
         return logits  # type: ignore[no-any-return]
 
     def recall(self, images: Tensor, state: State) -> Tensor:
@@ -67,8 +69,8 @@ class SourceModel:
 
     def memory(self, state: State) -> Memory:
         """Of BatchNorm's statistics; empty before the first check."""
-        found = state.guard.items()
-        return {name.removeprefix(PREFIX): t for name, t in found if name.startswith(PREFIX)}
+        found, like = state.guard.items(), self._functions.source
+        return {n.removeprefix(PREFIX): t.to(like) for n, t in found if n.startswith(PREFIX)}
 
     @contextmanager
     def _in_place(self, state: State) -> Iterator[None]:
@@ -76,3 +78,8 @@ class SourceModel:
         at_source = functions.theta.at(functions.source, back=state.theta)
         with functions.network.counted_apart(), torch.no_grad(), at_source:
             yield
+
+
+def _kept(name: str, tensor: Tensor) -> Tensor:
+    """As it is kept: what has a number for each channel in half precision, for a smaller state."""
+    return tensor.clamp(-MOST, MOST).half() if name in VECTORS else tensor

@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fata.engine.fast.captured import OFTEN
+import fata
 
-WARM = 3  # calls before the clock starts: the tap finds its way, programs are recorded;
-WARM_GPU = OFTEN + 16  # and compiled, also those that the first calls do not need yet
+WARM = 3  # calls before the clock starts: the tap finds its way
 
 Call = Callable[[Tensor], Any]
 
@@ -43,14 +42,21 @@ def race(
     for name, make in ways.items():
         before = (allocated(), held()) if images.is_cuda else None
         runners[name] = runner = Runner(make())
-        for _ in range(WARM_GPU if images.is_cuda else WARM):
-            runner.call(images)
+        warm(runner.call, images)
         if before is not None:
             runner.peak = needed(runner.call, images, *before)
     for _ in range(rounds):
         for runner in runners.values():
             runner.seconds.append(seconds(runner.call, images, calls))
     return runners
+
+
+def warm(call: Call, images: Tensor) -> None:
+    """Call it before the clock starts; an adapter captures and compiles."""
+    if isinstance(call, fata.Adapter):
+        call.warm_up(len(images), images.shape[1:])
+    for _ in range(WARM):
+        call(images)
 
 
 def seconds(call: Call, images: Tensor, calls: int = 1) -> float:

@@ -30,7 +30,7 @@ import fata
 from benchmarks import share as shares
 from benchmarks.plain import Plain
 from benchmarks.presets import HOSTS
-from benchmarks.race import WARM_GPU, Call, Runner, race, times
+from benchmarks.race import Call, Runner, race, times
 from benchmarks.share import Share
 from fata.guard.policy import RARELY, SETTLED, SOONER
 from fata.network.norms import batch_norms
@@ -127,9 +127,7 @@ class Looks:
 
     def of(self, adapter: fata.Adapter, images: Tensor) -> Call:
         """The adapter at that age; what it looks with is compiled by then."""
-        for running in (False, True) if self.shared else (False,):
-            for _ in range(WARM_GPU if images.is_cuda else 0):
-                adapter._engine.predict(images, running)
+        adapter.warm_up(len(images), images.shape[1:])
         watched = adapter._engine.state.watched
         if not self.first:
             watched.since = SETTLED + 1

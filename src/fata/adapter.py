@@ -22,6 +22,7 @@ from fata.engine.finite import run
 from fata.engine.fisher import FisherData
 from fata.engine.ownership import Settings
 from fata.engine.record import Callback, record
+from fata.engine.warm_up import warm_up
 from fata.guard.policy import Guard, Watch
 from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method
@@ -59,7 +60,7 @@ class Adapter(Stateful):
             settings; None or False: no guard.
         seed: of the adapter's own random numbers; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16,
-            captured and compiled passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
+            captured passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
             model on a GPU that has bfloat16, else `exact`.
         group: ranks of `torch.distributed` that share every batch, each with an adapter made
             alike; None: this process alone. See below.
@@ -146,6 +147,17 @@ class Adapter(Stateful):
         """An adapter of its own that continues from here, with the same callbacks."""
         memo[id(self.callbacks)] = self.callbacks
         return super().__deepcopy__(memo)
+
+    def warm_up(self, batch_size: int, image_size: int | Sequence[int]) -> float:
+        """Prepare for batches of such images; returns the seconds it took. No state changes.
+
+        On a GPU with `fast` all passes are captured, and those of a large network compiled: minutes
+        the first time, less with PyTorch's cache. On a CPU there is nothing to do. `image_size` is
+        a side, (height, width) or (channels, height, width).
+        """
+        engine = self._live()
+        with self._lock, torch.inference_mode(False), torch.enable_grad():
+            return warm_up(engine, batch_size, image_size)
 
     @contextmanager
     def frozen(self) -> Iterator[Adapter]:
@@ -321,20 +333,8 @@ class Adapter(Stateful):
         """
         file = export.check_path(path)
         shape = images.shape if images is not None else self._shape
-        if shape is None:
-            raise ValueError("export(path): no batch was seen yet; give images, for their shape.")
         with self._lock, torch.inference_mode(False):
-            twin = deepcopy(self)
-            engine = twin._live()
-            if engine.coupled and engine.method.prior:
-                raise ValueError(
-                    f"export(path): {self.name} mixes BatchNorm's statistics, which plain modules "
-                    f"cannot; export is for the other methods."
-                )
-            own = engine.coupled and not engine.state.watched.running
-            plain = twin.unwrap(None if engine.network.blend else own)
-            parameter = next(plain.parameters())
-            export.write(file, plain, parameter.new_zeros(max(2, shape[0]), *shape[1:]))
+            export.write(file, deepcopy(self), shape)
 
 
 def adapt(

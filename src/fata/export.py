@@ -6,12 +6,13 @@ import io
 import logging
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fata._files import write_whole
+from fata.engine.engine import Engine
 from fata.network.logits import found_in
 
 if TYPE_CHECKING:
@@ -20,6 +21,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("fata")
 
 SUFFIXES = (".pt2", ".onnx")
+
+
+class Adapting(Protocol):
+    """An adapter."""
+
+    @property
+    def name(self) -> str:
+        """Name of the method."""
+
+    def _live(self) -> Engine:
+        """Its engine."""
+
+    def unwrap(self, batch_statistics: bool | None = None) -> nn.Module:
+        """The plain model."""
 
 
 class Exported(nn.Module):
@@ -49,8 +64,29 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write(path: Path, model: nn.Module, images: Tensor) -> None:
-    """Write a model; an older file there is replaced whole."""
+def write(path: Path, twin: Adapting, shape: torch.Size | None) -> None:
+    """Write what a copy of an adapter predicts; the copy is used up.
+
+    Args:
+        path: an older file there is replaced whole.
+        twin: the copy.
+        shape: of a batch; None: there was none.
+    """
+    if shape is None:
+        raise ValueError("export(path): no batch was seen yet; give images, for their shape.")
+    engine = twin._live()
+    if engine.coupled and engine.method.prior:
+        raise ValueError(
+            f"export(path): {twin.name} mixes BatchNorm's statistics, which plain modules "
+            f"cannot; export is for the other methods."
+        )
+    own = engine.coupled and not engine.state.watched.running
+    plain = twin.unwrap(None if engine.network.blend else own)
+    parameter = next(plain.parameters())
+    _write(path, plain, parameter.new_zeros(max(2, shape[0]), *shape[1:]))
+
+
+def _write(path: Path, model: nn.Module, images: Tensor) -> None:
     exported = Exported(model).eval()
     if path.suffix == ".pt2":
         buffer = io.BytesIO()

@@ -36,6 +36,8 @@ def announce(
     for model, size in _small_batches(tasks):
         if runner.has_batch_norm(model):
             say(small_batches(model, size))
+    if runner.device.startswith("cuda") and any(task.cell.speed == "fast" for task in tasks):
+        say("fast: every method warms up first; a large network takes minutes the first time")
     if any(_has_procedural_frost(task) for task in tasks):
         say("frost is procedural: for the published textures, pip install imagecorruptions-imaug")
 

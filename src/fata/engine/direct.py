@@ -26,6 +26,7 @@ class Direct:
     """
 
     compile_seconds = 0.0
+    captures = False  # whether it captures passes
     checks_pixels = False  # whether a step raises NotFiniteError by itself
 
     def __init__(self, step: Step) -> None:
@@ -79,6 +80,9 @@ class Direct:
         if moves:
             self.step.theta.write(outcome[0])
         return outcome
+
+    def compile(self) -> None:
+        """Compile what was called more than once, where that pays."""
 
     def forget(self) -> None:
         """The model is on another device now."""

@@ -125,6 +125,8 @@ class CellRunner:
         device = torch.device(self.device)
         adapter = self._adapter(cell, loaded)
         macs = self.macs(cell.model, adapter)
+        if cell.speed == "fast":
+            adapter.warm_up(cell.rows, loaded.preprocess.size)
         level = log.level
         log.setLevel(logging.ERROR)  # what the guard did is in the results
         try:

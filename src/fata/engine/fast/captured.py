@@ -1,4 +1,4 @@
-"""Functions of tensors of fixed shapes that are captured, and compiled if they are called often.
+"""Functions of tensors of fixed shapes that are captured, and compiled on demand.
 
 Captured as a CUDA graph, a pass is one launch instead of some thousand. Compiled, it is one graph
 of torch's own operations, with loss and backward pass, whatever the model does in Python:
@@ -28,7 +28,6 @@ from fata.engine.fast.trees import flatten, rebuild, structure
 
 log = logging.getLogger("fata.compile")
 
-OFTEN = 64  # calls after which a function is compiled
 WAITS = {  # operations that wait for the device
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive"),
@@ -124,8 +123,8 @@ class ExternalMemory(OperationHook):
         return given
 
 
-class NoWait(OperationHook):
-    """Raises for what waits for a device. So does a capture, but torch before 2.12 is broken then.
+class Waits(OperationHook):
+    """Notes what waits for a device. A capture raises for it, but torch before 2.12 is broken then.
 
     Args:
         device: that would capture.
@@ -134,9 +133,10 @@ class NoWait(OperationHook):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device.type
+        self.found: str | None = None  # the last operation that waits
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that does not wait."""
+        """Run an operation."""
         given = func(*args, **kwargs)
         tensors = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
         if any(t.device.type == self.device for t in tensors):
@@ -145,7 +145,7 @@ class NoWait(OperationHook):
             copies = apart and name in ("_to_copy", "copy_") and not kwargs.get("non_blocking")
             masked = name == "index" and any(t.dtype == torch.bool for t in tensors[1:-1])
             if copies or masked or name in WAITS:
-                raise RuntimeError(f"{func} waits for the device")
+                self.found = f"{func} waits for the device"
         return given
 
 
@@ -163,7 +163,7 @@ class CapturedFunction:
         after: what is done with the first output in the end, or None.
         pools: memory to capture in.
         name: what a message calls it.
-        compiles: whether it is worth compiling.
+        large: whether it is of a large network.
         static: tensors that are read where they are; all others are copied.
     """
 
@@ -172,11 +172,11 @@ class CapturedFunction:
     after: Callable[[Tensor], None] | None
     pools: MemoryPools
     name: str
-    compiles: bool
+    large: bool
     static: StaticInputs = field(default_factory=StaticInputs)
-    compile_seconds: float = 0.0
     _flat: Flat | None = None  # compiled
     _calls: int = 0
+    _waits: str | None = None  # what of the first call waits for the device
     _graph: torch.cuda.CUDAGraph | None = None
     _inputs: list[Tensor] = field(default_factory=list, repr=False)
     _outputs: Sequence[Tensor] = field(default=(), repr=False)
@@ -189,23 +189,52 @@ class CapturedFunction:
         """Whether it is."""
         return self._flat is not None
 
+    @property
+    def again(self) -> bool:
+        """Whether it was called more than once."""
+        return self._calls > 1
+
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
         calls = self._calls + 1
-        compiles = self.compiles and calls == OFTEN
-        if compiles:
-            self._compile(given)
-        if given[0].is_cuda and (compiles or calls == 2):
-            self._capture(given)
-        self._calls = calls  # where that was interrupted, the next call does it again
+        if calls == 2:
+            self._inputs = [t if t in self.static else own(t, self.large) for t in given]
+            if given[0].is_cuda:
+                self._capture()
         if self._graph is None:  # what it gives may be of what it was given
-            outputs = self._through([t.clone() if t in self.static else t for t in given])
+            mine = [t.clone() if t in self.static else t for t in given]
+            outputs = self._first(mine) if calls == 1 else self._through(mine)
         else:
             copy(self._inputs, given)
             self._graph.replay()
             outputs = [torch.empty_like(output) for output in self._outputs]
             copy(outputs, self._outputs)
+        self._calls = calls  # where that was interrupted, the next call does it again
         return rebuild(self._outcome, iter(outputs))
+
+    def compile(self) -> float:
+        """Compile it for inputs like those of its second call; the seconds that it took."""
+        begun = time.perf_counter()
+        log.info("compiling a pass (%s)", self.name)
+        try:
+            self._flat = compiled(self._plain, self._inputs)
+        except Exception as error:  # the compiler's own are of many kinds
+            _left("compiled", error)
+        else:
+            if self._inputs[0].is_cuda:
+                self._capture()
+        seconds = time.perf_counter() - begun
+        log.info("compiling a pass (%s) took %.0f s", self.name, seconds)
+        return seconds
+
+    def _first(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The first call; notes whether it could be captured."""
+        if not given[0].is_cuda:
+            return self._through(given)
+        with Waits(given[0].device) as waits:
+            outputs = self._through(given)
+        self._waits = waits.found
+        return outputs
 
     def _through(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs = (self._flat or self._plain)(*given)
@@ -220,42 +249,27 @@ class CapturedFunction:
         self._outcome = structure(outcome)
         return outputs
 
-    def _capture(self, given: Sequence[Tensor]) -> None:
-        graph, own = torch.cuda.CUDAGraph(), self._own(given)
-        torch.cuda.synchronize()
-        pool = self.pools.of(compiled=self._flat is not None)
+    def _capture(self) -> None:
+        graph, own = torch.cuda.CUDAGraph(), self._inputs
+        pool = self.pools.of(compiled=self.compiled)
         stream, external = self.pools.stream(own[0].device), ExternalMemory()
         try:
-            if self._flat is None:
-                with NoWait(own[0].device):
+            if self._waits and not self.compiled:  # perhaps for what is kept since
+                with Waits(own[0].device) as waits:
                     self._plain(*own)
+                if waits.found:
+                    raise RuntimeError(waits.found)
             with (
                 _keeping_garbage(),
-                torch.cuda.stream(torch.cuda.current_stream()),  # torch leaves its own, if it fails
-                external if self._flat is None else nullcontext(),  # what is compiled holds its own
-                torch.cuda.graph(
-                    graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"
-                ),
+                nullcontext() if self.compiled else external,  # what is compiled holds its own
+                _capturing(graph, pool, stream),
             ):
                 outputs = self._through(own)
         except RuntimeError as error:
             _left("captured", error)  # if there is a capture already, it stays
         else:
-            self._graph, self._inputs, self._outputs = graph, own, outputs
+            self._graph, self._outputs = graph, outputs
             self._pool, self._external = pool, external
-
-    def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
-        return [t if t in self.static else own(t, self.compiles) for t in given]
-
-    def _compile(self, given: Sequence[Tensor]) -> None:
-        begun = time.perf_counter()
-        log.info("compiling a pass (%s)", self.name)
-        try:
-            self._flat = compiled(self._plain, self._own(given))
-        except Exception as error:  # the compiler's own are of many kinds
-            _left("compiled", error)
-        self.compile_seconds = time.perf_counter() - begun
-        log.info("compiling a pass (%s) took %.0f s", self.name, self.compile_seconds)
 
 
 def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
@@ -297,6 +311,22 @@ def own(tensor: Tensor, large: bool) -> Tensor:
 def channels_last(tensor: Tensor) -> Tensor:
     """The same values in the order that convolutions are fastest with."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.ndim == 4 else tensor
+
+
+@contextmanager
+def _capturing(
+    graph: torch.cuda.CUDAGraph, pool: MemoryPool, stream: torch.cuda.Stream
+) -> Iterator[None]:
+    """As torch.cuda.graph, which frees all cached memory first: a later pass would wait for it."""
+    torch.cuda.synchronize()
+    if torch.cuda.mem_get_info()[0] < torch.cuda.memory_reserved():
+        torch.cuda.empty_cache()
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
 
 
 @contextmanager

@@ -7,8 +7,11 @@
     whole      all of it (up: as far as the ascent), where most rows are selected or where rows
                share BatchNorm's statistics
 
-A capture has fixed shapes, so rows are padded to a few sizes. Padding weighs nothing, in
-BatchNorm's statistics neither. Between two captures one result is waited for: which rows to gather.
+A capture has fixed shapes, so rows are padded to half of a batch or a whole one. Padding weighs
+nothing, in BatchNorm's statistics neither. A function is captured at its second call, and with it
+all that other numbers of selected rows will need: a stream pauses for that in its first batches
+alone. Nothing is compiled in its way: `compile` does that ahead of it. Between two captures one
+result is waited for: which rows to gather.
 
 Weights that do not adapt are held in bfloat16; what adapts, logits and sums stay in float32. On a
 CPU nothing is captured: the step runs directly, in bfloat16 where the CPU has a unit for its matrix
@@ -42,9 +45,6 @@ from fata.network.norms import norm_layers
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # captures that are kept, where batches are of many sizes
-PARTS = 16  # of a batch, that there are captures for
-ROOM = 2  # times the rows that a compiled function may have; one not compiled is 2.5 times as slow
-RARE = 64  # times that some number of rows goes through any compiled function that is large enough
 
 
 class Outcome(NamedTuple):
@@ -63,11 +63,9 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Cached:
-    """A captured function, the rows it takes, and when it last ran."""
+    """A captured function, the rows it passes, and when it last ran."""
 
     function: CapturedFunction
-    rows: int  # that it is given, with padding,
-    of: tuple[str, int]  # for what, and of a batch of how many
     passed: dict[str, int] | None = None
     latest: float = 0
 
@@ -75,13 +73,14 @@ class Cached:
 class Fast(Direct):
     """Runs the functions of a step captured on a GPU, and in bfloat16 where that pays."""
 
-    _cache: dict[object, Cached]
+    _cache: dict[tuple[Any, ...], Cached]
     _halves: list[HalfWeight] | None
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
         self.compile_seconds = 0.0
         self._rows = 0  # of the batch at hand
+        self._second = False  # whether the last call was the second of its kind
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -112,6 +111,20 @@ class Fast(Direct):
         self._cache.clear()
         self._halves = []
 
+    def compile(self) -> None:
+        """Compile everything that was called more than once, if the network is large."""
+        for at, cached in self._cache.items() if self._large else ():
+            if cached.function.again and not cached.function.compiled:
+                active = at[1]
+                statistics = nullcontext() if active else self.network.running_statistics()
+                with self.network.counted_apart(), statistics:
+                    self.compile_seconds += cached.function.compile()
+
+    @property
+    def captures(self) -> bool:  # type: ignore[override]
+        """Whether passes are captured: on a GPU."""
+        return self._captures
+
     @property
     def checks_pixels(self) -> bool:  # type: ignore[override]
         """What came of captures can be undone when it is known that a pixel is not finite."""
@@ -133,7 +146,7 @@ class Fast(Direct):
             with self._in_half():
                 return super().predict(images)
         rows, real = len(images), list[Tensor]()
-        size, shared = self._size(rows, "predict"), self.network.coupled and rows < self._rows
+        size, shared = self._size(rows), self.network.coupled and rows < self._rows
         if size > rows or shared:
             padded, mask = self._padded(torch.arange(rows), size)
             images = images[padded] if size > rows else images
@@ -170,15 +183,18 @@ class Fast(Direct):
         method, coupled = self.step.method, self.network.coupled
         dense = dense and not method.select_runs_model
         sharp, moved = method.sam_rho is not None, None
-        if not dense:
-            outcome = self._captured("see", self._see, given)
-        elif sharp:
-            _, outcome = self._captured("up", self._up, given, moving.theta, moves=True)
-        else:
-            fine = Deferred(given.images.isfinite().all()) if coupled else None
-            moved, outcome = self._captured("whole", self._whole, given, moving, moves=True)
+        name, function = ("up", self._up) if sharp else ("whole", self._whole)
+        whole = given, moving.theta if sharp else moving
+        if dense:
+            fine = Deferred(given.images.isfinite().all()) if coupled and not sharp else None
+            first, outcome = self._captured(name, function, *whole, moves=True)
+            moved = None if sharp else first
             if fine and not fine.read():  # known while the capture still runs
                 raise NotFiniteError
+        else:
+            outcome = self._captured("see", self._see, given)
+            if self._second and self.step.theta.names and not method.select_runs_model:
+                self._prepare(name, function, [whole])
         self.network.write(outcome.norm)
         shown = batch(outcome.logits, outcome.features)
         terms = Terms(shown, outcome.host, outcome.plus, outcome.mean_probs, given.views)
@@ -193,12 +209,18 @@ class Fast(Direct):
         """Rows to gather, padded to a size that there is a capture for."""
         if self._directly:
             return super().rows(index, name)
-        return Rows(*self._padded(index, self._size(len(index), name)))
+        return Rows(*self._padded(index, self._size(len(index))))
 
     def run(self, name: str, function: Callable[..., Any], *given: Any, moves: bool = False) -> Any:
-        """Run a function of the step captured."""
-        run = super().run if self._directly else self._captured
-        return run(name, function, *given, moves=moves)
+        """Run a function of the step captured; of some rows, so that any number may follow."""
+        if self._directly:
+            return super().run(name, function, *given, moves=moves)
+        outcome = self._captured(name, function, *given, moves=moves)
+        if isinstance(given[0], Rows) and self._second:
+            one = torch.zeros(1, dtype=torch.int64)
+            sizes = [Rows(*self._padded(one, size)) for size in self._sizes]
+            self._prepare(name, function, [(rows, *given[1:]) for rows in sizes])
+        return outcome
 
     # -- what is captured: functions of tensors; one that moves the model gives its weights first --
 
@@ -236,13 +258,16 @@ class Fast(Direct):
 
     # -- padding ------------------------------------------------------------------------------
 
-    def _size(self, rows: int, name: str) -> int:
+    @property
+    def _sizes(self) -> list[int]:
+        """Rows of captures for the batch at hand: half of it, and all."""
+        return sorted({-(-self._rows // 2), self._rows})
+
+    def _size(self, rows: int) -> int:
         """How many rows the capture has that they go through."""
         if not self._captures or not 0 < rows <= self._rows:
             return rows
-        part = -(-self._rows // PARTS)
-        size = min(self._rows, -(-rows // part) * part)
-        return min(self._roomy(size, name), default=size)
+        return next(size for size in self._sizes if size >= rows)
 
     def _padded(self, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """These rows and as many copies of the first as fill a capture; which of them are real."""
@@ -250,18 +275,6 @@ class Fast(Direct):
         index = torch.cat((index, index[:1].expand(size - rows)))
         real = torch.arange(size) < rows
         return index.to(device, non_blocking=True), real.to(device, non_blocking=True)
-
-    def _roomy(self, size: int, name: str) -> list[int]:
-        """Rows of compiled functions for this that would do: to compile takes a minute or more.
-
-        Even the first calls of one not compiled take as long as a hundred others.
-        """
-        at = (name, self._rows)
-        self._asked[at, size] += 1
-        alike = [one for one in self._cache.values() if one.of == at]
-        rare = self._asked[at, size] <= RARE and all(one.rows != size for one in alike)
-        most = self._rows if rare else min(size * ROOM, self._rows)
-        return [one.rows for one in alike if size <= one.rows <= most and one.function.compiled]
 
     # -- capturing ----------------------------------------------------------------------------
 
@@ -274,10 +287,8 @@ class Fast(Direct):
         flatten(given, tensors, signature)
         at = tuple(signature)
         cached = self._cache.get(at) or self._new(name, function, given, len(tensors[0]), moves)
-        before = cached.function.compile_seconds
         with self.network.counted_apart() as passed:
             outcome = cached.function(tensors)
-        self.compile_seconds += cached.function.compile_seconds - before
         if cached.passed is None:
             cached.passed = passed
             while len(self._cache) >= MOST:
@@ -285,7 +296,25 @@ class Fast(Direct):
             self._cache[at] = cached
         cached.latest = time.monotonic()
         self.network.passed(**cached.passed)
+        kind = name, self._rows, len(tensors)  # with whatever number of selected rows
+        self._asked[kind] += 1
+        self._second = self._asked[kind] == 2
         return outcome
+
+    def _prepare(
+        self, name: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+    ) -> None:
+        """Capture what moves the model, for arguments that may come; this changes nothing."""
+        here = self.step.theta.read()
+        try:
+            with self.network.counted_apart():
+                for given in calls:
+                    for _ in range(2):
+                        self._captured(name, function, *given, moves=True)
+        except torch.OutOfMemoryError:  # then it is left to those that come
+            torch.cuda.empty_cache()
+        finally:
+            self.step.theta.write(here)
 
     def _new(
         self, name: str, function: Callable[..., Any], given: Any, rows: int, moves: bool
@@ -303,7 +332,7 @@ class Fast(Direct):
             self._large,
             self._inputs,
         )
-        return Cached(captured, rows, (name, self._rows))
+        return Cached(captured)
 
     # -- bfloat16 -----------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from fata.methods.selection import Selection
 
 log = logging.getLogger("fata.compile")
 
-STEPS = 2  # that are captured, behind the first
+TWICE = 2  # then a pass is captured
 FACTS = ("selected", "loss", "source_predicted", "_moves")  # of the last batch
 
 
@@ -47,11 +47,10 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     if engine.execution.captures or device.type == "cuda":
         log.info("warming up for batches of %d images", rows)
         draws = torch.Generator().manual_seed(0)
-        images = torch.randn(shape, generator=draws).to(device, _precision(engine))
+        images = torch.rand(shape, generator=draws).to(device, _precision(engine))
         place = torch.cuda.device_of(images)  # type: ignore[no-untyped-call]
         with place, torch.random.fork_rng([device] if images.is_cuda else []), _unchanged(engine):
             _pass_everything(engine, images)
-            engine.execution.compile()
         if images.is_cuda:
             torch.cuda.synchronize(device)
         log.info("warming up took %.0f s", time.perf_counter() - begun)
@@ -59,16 +58,26 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
 
 
 def _pass_everything(engine: Engine, images: Tensor) -> None:
-    engine.step(images)
+    """A first batch and later ones; the later ones' passes are compiled. Then a first one again."""
+    _step(engine, images)
+    for _ in range(TWICE):
+        _remember(engine, images)
+        _step(engine, images)
+    for _ in range(TWICE if engine.watch else 0):
+        with engine.counted_apart():
+            engine.predict(images)
+            if engine.batch_statistics:
+                engine.predict(images, running=True)
+    engine.execution.compile()
+    swap.put(engine, swap.fresh(engine))
+    _step(engine, images)
+
+
+def _step(engine: Engine, images: Tensor) -> None:
+    """A step that looks first and then learns, as where few rows are selected."""
+    engine.state.share = 0.0
     with _every_row(engine):
-        for _ in range(STEPS):
-            _remember(engine, images)
-            engine.step(images)
-        for _ in range(STEPS if engine.watch else 0):
-            with engine.counted_apart():
-                engine.predict(images)
-                if engine.batch_statistics:
-                    engine.predict(images, running=True)
+        engine.step(images)
 
 
 def _remember(engine: Engine, images: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,12 +23,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # A public torch.utils.pytree.
 from torch.utils._pytree import tree_leaves, tree_map
 
+# A documented one.
+from torch.utils.weak import WeakTensorKeyDictionary as WeakTensors
+
 __all__ = [
     "BatchNorm",
     "Convolution",
     "NormWithStatistics",
     "PrefixStore",
     "TorchDispatchMode",
+    "WeakTensors",
+    "compile_graph",
     "copy_all",
     "default_store",
     "has_bfloat16_products",
@@ -42,6 +47,16 @@ __all__ = [
 def copy_all(into: Sequence[Tensor], given: Sequence[Tensor], non_blocking: bool = False) -> None:
     """Copy many tensors in one launch; waits for a public `copy_` of lists of tensors."""
     torch._foreach_copy_(list(into), list(given), non_blocking=non_blocking)
+
+
+def compile_graph(
+    graph: torch.fx.GraphModule, given: Sequence[Tensor]
+) -> Callable[..., Sequence[Tensor]]:
+    """Compile a graph for inputs like these; waits for a public way that does not trace Python."""
+    from torch._inductor import compile  # takes a second to import
+
+    run: Callable[..., Sequence[Tensor]] = compile(graph, list(given))
+    return run
 
 
 def version(tensor: Tensor) -> int:

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class StreamStatistics(BatchStatistics):
         self._known = [layer for layer, _, _ in self._layers if layer.running_mean is not None]
         self._places = {layer: place for place, layer in enumerate(self._known)}
         self._sizes = [layer.num_features for layer in self._known]
+        self._ends = list(accumulate(self._sizes))
         self._mean, self._var = self._joined("running_mean"), self._joined("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
@@ -69,7 +71,7 @@ class StreamStatistics(BatchStatistics):
         if layer not in self._places:
             return None
         place = self._places[layer]
-        return self._split(self._mean)[place], self._split(self._var)[place]
+        return self._part(self._mean, place), self._part(self._var, place)
 
     def begin(self, logits: Tensor) -> Memory:
         """The memory before the first batch, by its logits with the source's statistics."""
@@ -124,7 +126,7 @@ class StreamStatistics(BatchStatistics):
         with torch.no_grad():
             for name, flat in (("running_mean", mean), ("running_var", var)):
                 own = [part for buffer in buffers if (part := buffer[name]) is not None]
-                copy_all(own, self._split(flat))
+                copy_all(own, torch.split(flat, self._sizes))
 
     def move(self, device: torch.device) -> None:
         """Follow the model to another device."""
@@ -145,7 +147,7 @@ class StreamStatistics(BatchStatistics):
         if place is None:
             return
         mean, var, deviation = (
-            self._split(flat)[place] for flat in (self._mean, self._var, self._deviation)
+            self._part(flat, place) for flat in (self._mean, self._var, self._deviation)
         )
         if self.active and self._before is None:
             return
@@ -199,11 +201,12 @@ class StreamStatistics(BatchStatistics):
 
     def _of(self, memory: Memory, place: int) -> list[Tensor]:
         """A layer's part of a memory."""
-        vectors = [self._split(memory[name])[place] for name in VECTORS]
+        vectors = [self._part(memory[name], place) for name in VECTORS]
         return [*vectors, *(memory[name][place : place + 1] for name in SCALARS)]
 
-    def _split(self, flat: Tensor) -> Sequence[Tensor]:
-        return torch.split(flat, self._sizes)
+    def _part(self, flat: Tensor, place: int) -> Tensor:
+        """A layer's channels: one view, where a split would make one for every layer."""
+        return flat[self._ends[place] - self._sizes[place] : self._ends[place]]
 
     def _joined(self, name: str) -> Tensor:
         return torch.cat([widened(getattr(layer, name)).clone() for layer in self._known])

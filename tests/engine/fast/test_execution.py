@@ -1,7 +1,6 @@
 """The fast way gives what the exact one gives."""
 
 import copy
-import functools
 import gc
 import math
 import warnings
@@ -18,7 +17,7 @@ import fata
 from fata.engine.arguments import default_speed
 from fata.engine.engine import Engine
 from fata.engine.fast import bfloat16 as half
-from fata.engine.fast import captured, decompositions, trees
+from fata.engine.fast import captured, decompositions, operations, trees
 from fata.engine.fast import execution as fast
 from fata.engine.state import Moving, Terms
 from fata.guard.events import Watched
@@ -93,6 +92,11 @@ def forget_but_stay_large(execution):
 def padded(monkeypatch):
     """As on a GPU."""
     monkeypatch.setattr(fast.Fast, "forget", forget_but_capture)
+
+
+def without_the_last_part(graph, given):
+    """Compiled, but no kernels are made."""
+    return torch.compile(graph, backend="aot_eager", fullgraph=True, dynamic=False)
 
 
 def batches(device, dtype=torch.float32):
@@ -426,8 +430,7 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
     spec, *blend = spec.split()
     fields = {**half_of_the_rows(net, spec), "blend": bool(blend)}
     expected = run(net, spec, "fast", "cpu", **fields)
-    whole = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(captured.torch, "compile", whole)
+    monkeypatch.setattr(captured, "compile_graph", without_the_last_part)
     compiled = []
     plain = captured.compiled
     monkeypatch.setattr(captured, "compiled", lambda *a: compiled.append(a) or plain(*a))
@@ -442,8 +445,7 @@ def test_compiled_programs_give_the_same(net, spec, monkeypatch):
 @pytest.mark.slow
 def test_a_copy_has_programs_of_its_own(monkeypatch):
     """A recorded or compiled program knows where the weights of its own model are."""
-    whole = functools.partial(torch.compile, backend="aot_eager")
-    monkeypatch.setattr(captured.torch, "compile", whole)
+    monkeypatch.setattr(captured, "compile_graph", without_the_last_part)
     monkeypatch.setattr(fast.Fast, "forget", forget_but_stay_large)
     model = build("resnet_bn").double()
     adapter = fata.adapt(model, "tent", speed="fast", lr=0.01, guard=None)
@@ -505,7 +507,7 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_waits_is_not_recorded(wait, what, device):
     x = torch.rand(4, 4, device=device)
-    with captured.Waits(torch.device(device)) as waits:
+    with operations.Waits(torch.device(device)) as waits:
         wait(x)
     assert what in waits.found
 
@@ -513,7 +515,7 @@ def test_what_waits_is_not_recorded(wait, what, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_what_does_not_wait_is(device):
     x = torch.rand(4, 4, device=device)
-    with captured.Waits(torch.device(device)) as waits:
+    with operations.Waits(torch.device(device)) as waits:
         y = x[torch.arange(2, device=device)] * torch.zeros(4, device=device)
         y[y > 1] = torch.zeros((), device=device)
     assert not y.any()
@@ -555,7 +557,7 @@ class Caching(torch.nn.Module):
 def test_what_a_recording_reads_is_held():
     model, images = Caching(), batches("cpu")[0]
     model(images)
-    with captured.ExternalMemory() as found, torch.no_grad():
+    with operations.ExternalMemory() as found, torch.no_grad():
         model(images)
     places = {t.untyped_storage().data_ptr() for t in (images, model.kept[1])}
     places |= {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -841,7 +843,7 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
         assert not inside
         inside.append(self)
         try:
-            with captured.ExternalMemory(), captured.Waits(given[0].device) as waits:
+            with operations.ExternalMemory(), operations.Waits(given[0].device) as waits:
                 outputs = plain(self, *given)
             assert waits.found is None
             return outputs

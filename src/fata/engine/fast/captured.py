@@ -20,22 +20,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from fata._torch import TorchDispatchMode, copy_all, place_of, tree_leaves
-from fata.engine.fast.decompositions import TABLE
+from fata._torch import compile_graph, copy_all
+from fata.engine.fast.operations import ExternalMemory, Waits
+from fata.engine.fast.trace import Flat, traced
 from fata.engine.fast.trees import flatten, rebuild, structure
 
 log = logging.getLogger("fata.compile")
 
-WAITS = {  # operations that wait for the device
-    *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
-    *("_unique2", "unique_dim", "unique_consecutive"),
-    "lift_fresh",  # a value of Python's that was copied there
-}
 _CAPTURING = threading.Lock()
-
-Flat = Callable[..., Sequence[Tensor]]
 
 
 class MemoryPool:
@@ -83,74 +76,6 @@ class StaticInputs:
         else:
             place.copy_(tensor, non_blocking=True)
         return place
-
-
-class OperationHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives every operation inside the context to `run`."""
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """As torch calls it."""
-        return self.run(func, args, kwargs or {})
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation."""
-        return func(*args, **kwargs)
-
-
-class ExternalMemory(OperationHook):
-    """Holds the memory that a function finds, rather than makes: a capture reads it for ever.
-
-    A model may drop it before, such as what it keeps for the size of the latest images.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._made: set[int] = set()
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation takes and no other has given was there before."""
-        taken = {place_of(s): s for s in _storages((args, kwargs))}
-        self.storages |= {place: s for place, s in taken.items() if place not in self._made}
-        given = func(*args, **kwargs)
-        self._made |= {place_of(s) for s in _storages(given)}
-        return given
-
-
-class Waits(OperationHook):
-    """Notes what waits for a device. A capture raises for it, but torch before 2.12 is broken then.
-
-    Args:
-        device: that would capture.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device.type
-        self.found: str | None = None  # the last operation that waits
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation."""
-        given = func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
-        if any(t.device.type == self.device for t in tensors):
-            name = str(func).removeprefix("aten.").partition(".")[0]
-            apart = len({t.device for t in tensors}) > 1
-            copies = apart and name in ("_to_copy", "copy_") and not kwargs.get("non_blocking")
-            masked = name == "index" and any(t.dtype == torch.bool for t in tensors[1:-1])
-            if copies or masked or name in WAITS:
-                self.found = f"{func} waits for the device"
-        return given
-
-
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 @dataclass
@@ -274,17 +199,15 @@ class CapturedFunction:
 
 def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
     """The same function, compiled for tensors like these."""
-    with torch.autograd.set_multithreading_enabled(False):  # tracing follows one thread
-        graph = make_fx(lambda *tensors: function(*tensors), TABLE)(*given)
-    run = torch.compile(graph, fullgraph=True, dynamic=False)
+    with torch.no_grad(), warnings.catch_warnings():  # the backward pass is part of the graph
+        warnings.simplefilter("ignore")  # the compiler hints that products could be in TF32
+        run = compile_graph(traced(function, given), given)
+        run(*given)
 
     def without_gradient(*tensors: Tensor) -> Sequence[Tensor]:
-        with torch.no_grad():  # the backward pass is part of the graph
-            return run(*tensors)  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return run(*tensors)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler hints that products could be in TF32
-        without_gradient(*given)
     return without_gradient
 
 

@@ -53,9 +53,14 @@ def compile_graph(
     graph: torch.fx.GraphModule, given: Sequence[Tensor]
 ) -> Callable[..., Sequence[Tensor]]:
     """Compile a graph for inputs like these; waits for a public way that does not trace Python."""
+    from torch._guards import TracingContext, tracing
     from torch._inductor import compile  # takes a second to import
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    run: Callable[..., Sequence[Tensor]] = compile(graph, list(given))
+    context = TracingContext(FakeTensorMode(shape_env=ShapeEnv()))
+    with tracing(context):  # without a context nothing is taken from the compiler's cache
+        run: Callable[..., Sequence[Tensor]] = compile(graph, list(given))
     return run
 
 

@@ -126,12 +126,15 @@ class CapturedFunction:
             self._inputs = [t if t in self.static else own(t, self.large) for t in given]
             if given[0].is_cuda:
                 self._capture()
-        if self._graph is None:  # what it gives may be of what it was given
+        if self._graph is None and not self.compiled:  # what it gives may be of what it was given
             mine = [t.clone() if t in self.static else t for t in given]
             outputs = self._first(mine) if calls == 1 else self._through(mine)
         else:
             copy(self._inputs, given)
-            self._graph.replay()
+            if self._graph is None:
+                self._outputs = self._through(self._inputs)
+            else:
+                self._graph.replay()
             outputs = [torch.empty_like(output) for output in self._outputs]
             copy(outputs, self._outputs)
         self._calls = calls  # where that was interrupted, the next call does it again

@@ -66,6 +66,11 @@ class StreamStatistics(BatchStatistics):
         self._before: Memory | None = None  # the memory before it; None: no batch is observed
         self._found: dict[BatchNorm, list[Tensor]] = {}  # VECTORS and SCALARS of that one
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What is kept of the source's statistics."""
+        return [self._mean, self._var, self._deviation, self._owner]
+
     def source(self, layer: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Mean and variance that a layer had before the first batch; None: it has none."""
         if layer not in self._places:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +29,21 @@ from fata.engine.fast.trees import flatten, rebuild, structure
 
 log = logging.getLogger("fata.compile")
 
-_CAPTURING = threading.Lock()
+_ALONE = threading.RLock()
+
+
+def alone() -> AbstractContextManager[Any]:
+    """No other thread captures or compiles: that waits for all of a device, and this forbids it."""
+    return _ALONE
+
+
+def _renew() -> None:
+    global _ALONE
+    _ALONE = threading.RLock()  # of a thread that a forked process does not have
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew)
 
 
 class MemoryPool:
@@ -115,6 +130,11 @@ class CapturedFunction:
         return self._flat is not None
 
     @property
+    def calls(self) -> int:
+        """How often it was called."""
+        return self._calls
+
+    @property
     def again(self) -> bool:
         """Whether it was called more than once."""
         return self._calls > 1
@@ -123,9 +143,9 @@ class CapturedFunction:
         """Run it; what it gives is the caller's own."""
         calls = self._calls + 1
         if calls == 2:
-            self._inputs = [t if t in self.static else own(t, self.large) for t in given]
-            if given[0].is_cuda:
-                self._capture()
+            self._inputs = self.owned(given)
+            if given[0].is_cuda and not self._captured_now():
+                calls = 1  # while something is compiled; the next call tries again
         if self._graph is None and not self.compiled:  # what it gives may be of what it was given
             mine = [t.clone() if t in self.static else t for t in given]
             outputs = self._first(mine) if calls == 1 else self._through(mine)
@@ -140,17 +160,32 @@ class CapturedFunction:
         self._calls = calls  # where that was interrupted, the next call does it again
         return rebuild(self._outcome, iter(outputs))
 
+    def owned(self, given: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors to capture with: those that are read where they are, and copies of the others."""
+        return [t if t in self.static else own(t, self.large) for t in given]
+
+    def take(self, flat: Flat, of: CapturedFunction, inputs: list[Tensor]) -> bool:
+        """Run what another function of the same name was compiled to; False: not yet."""
+        before = self._flat, self._outcome, self._inputs
+        self._flat, self._outcome, self._inputs = flat, of._outcome, inputs
+        if inputs[0].is_cuda and not self._captured_now():
+            self._flat, self._outcome, self._inputs = before
+            return False
+        self._calls = max(2, self._calls)
+        return True
+
     def compile(self) -> float:
         """Compile it for inputs like those of its second call; the seconds that it took."""
         begun = time.perf_counter()
         log.info("compiling a pass (%s)", self.name)
         try:
-            self._flat = compiled(self._plain, self._inputs)
+            with alone(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the compiler hints that products could be in TF32
+                self._flat = compiled(self.plain, self._inputs)
+                if self._inputs[0].is_cuda:
+                    self._capture()
         except Exception as error:  # the compiler's own are of many kinds
-            _left("compiled", error)
-        else:
-            if self._inputs[0].is_cuda:
-                self._capture()
+            left("compiled", error)
         seconds = time.perf_counter() - begun
         log.info("compiling a pass (%s) took %.0f s", self.name, seconds)
         return seconds
@@ -165,17 +200,28 @@ class CapturedFunction:
         return outputs
 
     def _through(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
-        outputs = (self._flat or self._plain)(*given)
+        outputs = (self._flat or self.plain)(*given)
         if self.after:
             self.after(outputs[0])
         return outputs
 
-    def _plain(self, *given: Tensor) -> Sequence[Tensor]:
+    def plain(self, *given: Tensor) -> Sequence[Tensor]:
+        """The function, of the tensors of its arguments."""
         outcome = self.function(*rebuild(self.arguments, iter(given)))
         outputs = list[Tensor]()
         flatten(outcome, outputs, [])
         self._outcome = structure(outcome)
         return outputs
+
+    def _captured_now(self) -> bool:
+        """Capture it, unless another thread captures or compiles: whether that is done."""
+        if not _ALONE.acquire(blocking=False):
+            return False
+        try:
+            self._capture()
+        finally:
+            _ALONE.release()
+        return True
 
     def _capture(self) -> None:
         graph, own = torch.cuda.CUDAGraph(), self._inputs
@@ -184,7 +230,7 @@ class CapturedFunction:
         try:
             if self._waits and not self.compiled:  # perhaps for what is kept since
                 with Waits(own[0].device) as waits:
-                    self._plain(*own)
+                    self.plain(*own)
                 if waits.found:
                     raise RuntimeError(waits.found)
             with (
@@ -194,7 +240,7 @@ class CapturedFunction:
             ):
                 outputs = self._through(own)
         except RuntimeError as error:
-            _left("captured", error)  # if there is a capture already, it stays
+            left("captured", error)  # if there is a capture already, it stays
         else:
             self._graph, self._outputs = graph, outputs
             self._pool, self._external = pool, external
@@ -202,8 +248,7 @@ class CapturedFunction:
 
 def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:
     """The same function, compiled for tensors like these."""
-    with torch.no_grad(), warnings.catch_warnings():  # the backward pass is part of the graph
-        warnings.simplefilter("ignore")  # the compiler hints that products could be in TF32
+    with torch.no_grad():  # the backward pass is part of the graph
         run = compile_graph(traced(function, given), given)
         run(*given)
 
@@ -257,16 +302,16 @@ def _capturing(
 
 @contextmanager
 def _keeping_garbage() -> Iterator[None]:
-    """To free a capture spoils the one at hand, and garbage may hold some. One at a time."""
-    with _CAPTURING:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
+    """To free a capture spoils the one at hand, and garbage may hold some."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
-def _left(what: str, error: Exception) -> None:
+def left(what: str, error: Exception) -> None:
+    """Warn that a model runs as it is."""
     warnings.warn(f"the model cannot be {what} and runs without: {error}", stacklevel=4)

@@ -10,8 +10,9 @@
 A capture has fixed shapes, so rows are padded to half of a batch or a whole one. Padding weighs
 nothing, in BatchNorm's statistics neither. A function is captured at its second call, and with it
 all that other numbers of selected rows will need: a stream pauses for that in its first batches
-alone. Nothing is compiled in its way: `compile` does that ahead of it. Between two captures one
-result is waited for: which rows to gather.
+alone. Nothing is compiled in its way: `compile` does that ahead of it, and a background thread
+beside it, for as many rows as are mostly selected. Between two captures one result is waited for:
+which rows to gather.
 
 Weights that do not adapt are held in bfloat16; what adapts, logits and sums stay in float32. On a
 CPU nothing is captured: the step runs directly, in bfloat16 where the CPU has a unit for its matrix
@@ -21,10 +22,12 @@ products (Intel's AMX).
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +36,7 @@ from torch import Tensor, nn
 from fata._device import Deferred
 from fata._torch import version
 from fata.engine.direct import Direct, NotFiniteError
+from fata.engine.fast.background import Job, Pending, fitting
 from fata.engine.fast.bfloat16 import HalfWeight, half_weights, in_half, logit_layers, pays_on_cpu
 from fata.engine.fast.captured import CapturedFunction, MemoryPools, StaticInputs
 from fata.engine.fast.trees import batch_of, flatten, structure
@@ -45,6 +49,9 @@ from fata.network.norms import norm_layers
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # captures that are kept, where batches are of many sizes
+OFTEN = 64  # calls after which a function is compiled beside the stream
+PARTS = 16  # of a batch, that one may be compiled for
+MOSTLY = 0.9  # of its calls, that it has rows enough for
 
 
 class Outcome(NamedTuple):
@@ -68,6 +75,7 @@ class Cached:
     function: CapturedFunction
     passed: dict[str, int] | None = None
     latest: float = 0
+    due: int | None = OFTEN  # calls after which it is compiled; None: it is, or cannot be
 
 
 class Fast(Direct):
@@ -78,23 +86,30 @@ class Fast(Direct):
 
     def __init__(self, step: Step) -> None:
         super().__init__(step)
-        self.compile_seconds = 0.0
+        self._seconds = 0.0  # that warming up took to compile
         self._rows = 0  # of the batch at hand
         self._second = False  # whether the last call was the second of its kind
+        self._tensors = 0  # that the first pass of this batch was given
+        self._pending = Pending()
         self.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         """For a copy, which makes its own captures: they know where this model's weights are."""
-        return {**self.__dict__, "_cache": None, "_pools": None, "_inputs": None}
+        own = ("_cache", "_pools", "_inputs", "_pending", "_shadow", "_numbers", "_fitted")
+        return {**self.__dict__, **dict.fromkeys(own)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(state, _pending=Pending())
         self.forget()
 
     def forget(self) -> None:
         """Capture everything again."""
         model = self.network.model
         self._cache, self._asked = {}, Counter[object]()
+        self._numbers: defaultdict[Any, deque[int]] = defaultdict(lambda: deque(maxlen=OFTEN))
+        self._fitted: defaultdict[Any, set[int]] = defaultdict(set)
+        self._shadow: Fast | None = None
+        self._pending.cancel()
         self._parameters = list(model.parameters())
         moving = {id(parameter) for parameter in self.step.theta.parameters}
         self._fixed = [p for p in self._parameters if id(p) not in moving and not p.is_inference()]
@@ -109,7 +124,13 @@ class Fast(Direct):
     def close(self) -> None:
         """Give back the memory of all captures."""
         self._cache.clear()
-        self._halves = []
+        self._pending.cancel()
+        self._shadow, self._halves = None, []
+
+    @property
+    def compile_seconds(self) -> float:  # type: ignore[override]
+        """How long compiling took so far, ahead of a stream and beside it."""
+        return self._seconds + self._pending.seconds
 
     def compile(self) -> None:
         """Compile everything that was called more than once, if the network is large."""
@@ -118,7 +139,8 @@ class Fast(Direct):
                 active = at[1]
                 statistics = nullcontext() if active else self.network.running_statistics()
                 with self.network.counted_apart(), statistics:
-                    self.compile_seconds += cached.function.compile()
+                    self._seconds += cached.function.compile()
+                cached.due = None
 
     @property
     def captures(self) -> bool:  # type: ignore[override]
@@ -146,7 +168,7 @@ class Fast(Direct):
             with self._in_half():
                 return super().predict(images)
         rows, real = len(images), list[Tensor]()
-        size, shared = self._size(rows), self.network.coupled and rows < self._rows
+        size, shared = self._size(rows, "predict"), self.network.coupled and rows < self._rows
         if size > rows or shared:
             padded, mask = self._padded(torch.arange(rows), size)
             images = images[padded] if size > rows else images
@@ -158,6 +180,7 @@ class Fast(Direct):
     def stepping(self, images: Tensor) -> Iterator[None]:
         """Surrounds a step on these images."""
         self._find_weights(images)
+        self._pending.poll()
         self._rows = 0 if self._directly else len(images)
         try:
             with self._in_half() if self._directly and not self._captures else nullcontext():
@@ -193,6 +216,7 @@ class Fast(Direct):
                 raise NotFiniteError
         else:
             outcome = self._captured("see", self._see, given)
+            self._tensors = self._kind[2]
             if self._second and self.step.theta.names and not method.select_runs_model:
                 self._prepare(name, function, [whole])
         self.network.write(outcome.norm)
@@ -209,7 +233,9 @@ class Fast(Direct):
         """Rows to gather, padded to a size that there is a capture for."""
         if self._directly:
             return super().rows(index, name)
-        return Rows(*self._padded(index, self._size(len(index))))
+        size = self._size(len(index), name)
+        self._numbers[name, self._rows, self._tensors, size].append(len(index))
+        return Rows(*self._padded(index, size))
 
     def run(self, name: str, function: Callable[..., Any], *given: Any, moves: bool = False) -> Any:
         """Run a function of the step captured; of some rows, so that any number may follow."""
@@ -263,11 +289,12 @@ class Fast(Direct):
         """Rows of captures for the batch at hand: half of it, and all."""
         return sorted({-(-self._rows // 2), self._rows})
 
-    def _size(self, rows: int) -> int:
+    def _size(self, rows: int, name: str) -> int:
         """How many rows the capture has that they go through."""
         if not self._captures or not 0 < rows <= self._rows:
             return rows
-        return next(size for size in self._sizes if size >= rows)
+        sizes = {*self._sizes, *self._fitted[name, self._rows, self._tensors]}
+        return min(size for size in sizes if size >= rows)
 
     def _padded(self, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """These rows and as many copies of the first as fill a capture; which of them are real."""
@@ -282,8 +309,7 @@ class Fast(Direct):
         self, name: str, function: Callable[..., Any], *given: Any, moves: bool = False
     ) -> Any:
         """Run a function captured. The rows that it passes are counted as in its first call."""
-        statistics = self.network.statistics
-        tensors, signature = list[Tensor](), [name, statistics is None or statistics.active]
+        tensors, signature = list[Tensor](), [name, self._active]
         flatten(given, tensors, signature)
         at = tuple(signature)
         cached = self._cache.get(at) or self._new(name, function, given, len(tensors[0]), moves)
@@ -296,10 +322,75 @@ class Fast(Direct):
             self._cache[at] = cached
         cached.latest = time.monotonic()
         self.network.passed(**cached.passed)
-        kind = name, self._rows, len(tensors)  # with whatever number of selected rows
+        self._kind = kind = name, self._rows, len(tensors)  # whatever number of rows is selected
         self._asked[kind] += 1
         self._second = self._asked[kind] == 2
+        if self._large and cached.due is not None and cached.function.calls >= cached.due:
+            self._compile_beside(cached, name, function, given, moves)
         return outcome
+
+    def _compile_beside(
+        self, cached: Cached, name: str, function: Callable[..., Any], given: Any, moves: bool
+    ) -> None:
+        """Have a function compiled in the background, for as many rows as it mostly has."""
+        cached.due, owner = None, getattr(function, "__self__", None)
+        here = self.network.device.type
+        if owner not in (self, self.step) or torch.is_autocast_enabled(here):
+            return
+        one, at = cached, (name, self._rows, self._tensors)
+        if isinstance(given[0], Rows):
+            numbers = self._numbers[*at, len(given[0].positions)]
+            size = fitting(numbers, PARTS, self._rows, MOSTLY)
+            if size < len(given[0].positions):
+                rows = Rows(*self._padded(torch.zeros(1, dtype=torch.int64), size))
+                given = rows, *given[1:]
+                one = self._new(name, function, given, size, moves)
+        tensors = list[Tensor]()
+        flatten(given, tensors, signature := [name, self._active])
+        self._shadow = shadow = self._shadow or self._shadowed()
+        bound = getattr(shadow if owner is self else shadow.step, function.__name__)
+        twin = shadow._new(name, bound, given, len(tensors[0]), moves).function
+
+        def take(job: Job) -> bool:
+            assert job.flat is not None
+            if not one.function.take(job.flat, job.function, job.inputs):
+                return False
+            if one is not cached:
+                one.passed, one.due, one.latest = job.passed, None, time.monotonic()
+                self._cache[tuple(signature)] = one
+                self._fitted[at].add(size)
+                cached.due = cached.function.calls + OFTEN
+            return True
+
+        around = partial(shadow._alike, self._active)
+        self._pending.submit(Job(twin, one.function.owned(tensors), around), take)
+
+    def _shadowed(self) -> Fast:
+        """A copy that has its own modules, on the memory of the same weights."""
+        step, blend = self.step, self.network.blend
+        model, halves = self.network.model, self._halves or []
+        shared = [*model.parameters(), *model.buffers(), *(half for _, _, half in halves)]
+        shared += [*step.theta.beside.values(), step.source, *(blend.tensors if blend else ())]
+        shared += [] if step.fisher is None else [step.fisher]
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in shared}
+        with self.network.counted_apart():  # into what nobody reads
+            shadow = deepcopy(self, memo)
+        shadow._heads = [memo[id(head)] for head in self._heads]
+        shadow._halves = [(memo[id(layer)], name, half) for layer, name, half in halves]
+        return shadow
+
+    @contextmanager
+    def _alike(self, active: bool) -> Iterator[dict[str, int]]:
+        """Passes run as in the stream, and the rows that they pass are counted."""
+        statistics = nullcontext() if active else self.network.running_statistics()
+        with statistics, self.network.counted_apart() as passed:
+            yield passed
+
+    @property
+    def _active(self) -> bool:
+        """Whether BatchNorm uses the statistics of its method."""
+        statistics = self.network.statistics
+        return statistics is None or statistics.active
 
     def _prepare(
         self, name: str, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fata
-from fata.engine.fast import background, captured
+from fata.engine.fast import background, captured, captures
 from fata.engine.fast import execution as fast
 from fata.zoo import tiny
 from precision import DOUBLE
@@ -42,8 +42,8 @@ def forget_but_capture(execution, forget=fast.Fast.forget):
 def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(fast.Fast, "forget", forget_but_capture)
     monkeypatch.setattr(fast, "half_weights", lambda *_: ())
-    monkeypatch.setattr(fast, "OFTEN", 4)
-    monkeypatch.setattr(fast.Cached, "__init__", _often(fast.Cached.__init__))
+    monkeypatch.setattr(captures, "OFTEN", 4)
+    monkeypatch.setattr(captures.Cached, "__init__", _often(captures.Cached.__init__))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "no fisher_data")
         yield
@@ -53,7 +53,7 @@ def as_on_a_gpu(monkeypatch):
 
 def _often(init):
     def made(self, function):
-        init(self, function, due=fast.OFTEN)
+        init(self, function, due=captures.OFTEN)
 
     return made
 
@@ -259,7 +259,7 @@ def test_the_shadow_has_modules_of_its_own_and_the_same_memory():
     adapter = adapted("resnet_bn", "eata+fata", blend=True)
     adapter(stream(1)[0])
     execution = adapter._engine.execution
-    shadow = execution._shadowed()
+    shadow = execution.shadow()
     model, other = execution.network.model, shadow.network.model
     assert {*model.modules()}.isdisjoint(other.modules())
     assert all(a is b for a, b in zip(model.parameters(), other.parameters(), strict=True))
@@ -304,7 +304,7 @@ def test_a_forked_process_goes_on_without_the_thread(compiler):
 
 PROGRAM = """
 import sys, threading, torch, fata
-from fata.engine.fast import captured, execution
+from fata.engine.fast import captured, captures, execution
 forget = execution.Fast.forget
 def capturing(self):
     forget(self)
@@ -318,7 +318,7 @@ begun = threading.Event()
 captured.compiled = endless
 torch.manual_seed(0)
 adapter = fata.adapt(fata.tiny.build("resnet_gn"), "tent", speed="fast", guard=None)
-for _ in range(execution.OFTEN + 2):
+for _ in range(captures.OFTEN + 2):
     adapter(torch.rand(2, 3, 16, 16))
 assert begun.wait(60)
 print("ending")

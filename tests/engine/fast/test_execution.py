@@ -17,7 +17,7 @@ import fata
 from fata.engine.arguments import default_speed
 from fata.engine.engine import Engine
 from fata.engine.fast import bfloat16 as half
-from fata.engine.fast import captured, decompositions, operations, trees
+from fata.engine.fast import captured, captures, decompositions, operations, trees
 from fata.engine.fast import execution as fast
 from fata.engine.state import Moving, Terms
 from fata.guard.events import Watched
@@ -356,7 +356,7 @@ def test_batches_of_many_sizes_keep_few_programs():
     adapter = fata.adapt(build("resnet_gn"), "eata+fata", speed="fast", **fields)
     for size in range(1, 70):
         adapter(torch.rand(size, 3, 8, 8))
-    assert len(adapter._engine.execution._cache) == fast.MOST
+    assert len(adapter._engine.execution._cache) == captures.MOST
 
 
 class Random(fata.Method):

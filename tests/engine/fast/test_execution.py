@@ -837,7 +837,7 @@ def test_joint_statistics(spec):
     "spec", [s for s in SPECS if s[:4] in ("eata", "sar", "sar+", "deyo", "memo", "cott")]
 )
 def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
-    plain, inside = captured.CapturedFunction._plain, []
+    plain, inside = captured.CapturedFunction.plain, []
 
     def recorded(self, *given):
         assert not inside
@@ -850,7 +850,7 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
         finally:
             inside.pop()
 
-    monkeypatch.setattr(captured.CapturedFunction, "_plain", recorded)
+    monkeypatch.setattr(captured.CapturedFunction, "plain", recorded)
     own = {"memo": {"views": 2}, "cotta": {"views": 2}}
     fields = own[spec] if spec in own else half_of_the_rows(net, spec)
     adapter, _ = run(net, spec, "fast", "cpu", **fields)

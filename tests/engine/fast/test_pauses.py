@@ -140,14 +140,14 @@ SPEEDS = ("exact", "fast")
 def test_what_has_no_room_is_left_to_those_that_come(monkeypatch):
     """A stream of few rows a batch is not ended by a capture for all of them."""
     stream, threshold = batches(3, 3, 3, 3)
-    plain = captured.CapturedFunction._plain
+    plain = captured.CapturedFunction.plain
 
     def scarce(self, *given):
         if self.name in (f"descend, {ROWS} rows", f"whole, {ROWS} rows"):
             raise torch.OutOfMemoryError
         return plain(self, *given)
 
-    monkeypatch.setattr(captured.CapturedFunction, "_plain", scarce)
+    monkeypatch.setattr(captured.CapturedFunction, "plain", scarce)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     fields = {"threshold": threshold, "redundancy": 2.0}
     exact, quick = (adapted("resnet_gn", "eata", "cpu", speed, **fields) for speed in SPEEDS)
@@ -227,7 +227,7 @@ def test_a_stream_that_was_warmed_up_for_needs_no_more(net, spec, fields, device
 
 
 @pytest.mark.parametrize("size", [16, (16, 16), (3, 16, 16), torch.Size((3, 16, 16)), [16, 16]])
-def test_images_are_of_any_form(size):
+def test_images_are_of_any_form(size, compiled):
     adapter = adapted("resnet_gn", "tent", "cpu")
     adapter.warm_up(4, size)
     assert len(functions(adapter)) > 0

@@ -73,7 +73,7 @@ class Captures(Direct):
         self._numbers: defaultdict[Any, deque[int]] = defaultdict(lambda: deque(maxlen=OFTEN))
         self._fitted: defaultdict[Any, set[int]] = defaultdict(set)
         self._pools, self._inputs = MemoryPools(), StaticInputs()
-        self._shadow: Self | None = None
+        self._shadow: Captures | None = None
         self._pending.cancel()
 
     def close(self) -> None:

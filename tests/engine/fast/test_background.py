@@ -157,6 +157,26 @@ def test_a_stream_goes_on_while_it_is_compiled_and_gives_the_same(
         )
 
 
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_it_is_really_compiled_beside_the_stream_and_gives_the_same(device):
+    """By the compiler itself, which has a thread and a GPU to share with the stream."""
+    exact, quick = (adapted("resnet_gn", "tent", device, speed) for speed in ("exact", "fast"))
+    during = 0
+    for images in stream(600, device):
+        torch.testing.assert_close(quick(images), exact(images), **DOUBLE)
+        during += bool(quick._engine.execution._pending._jobs)
+    for images in stream(8, device):
+        quick._engine.execution._pending.wait(LONG)
+        torch.testing.assert_close(quick(images), exact(images), **DOUBLE)
+    assert during > 0
+    assert compiled(quick)
+    assert all(
+        one.function._graph is not None for one in _functions(quick) if one.function.compiled
+    )
+    for images in stream(8, device):
+        torch.testing.assert_close(quick(images), exact(images), **DOUBLE)
+
+
 def test_what_is_compiled_has_as_many_rows_as_are_selected(compiler):
     """Of sixteen parts of a batch: here three rows of sixteen, where a capture has eight."""
     adapter = adapted("resnet_gn", "eata", redundancy=2.0)

@@ -54,13 +54,14 @@ class Trace(OperationHook):
                 return made
         nodes = tree_map(self.node, (args, kwargs))
         made = func(*args, **kwargs)
-        node = self.graph.call_function(func, *nodes)
-        if isinstance(made, Tensor):
-            self._nodes[made] = node
-        elif isinstance(made, (tuple, list)):
-            for place, part in enumerate(made):
+        several = isinstance(made, (tuple, list))
+        parts = list(made) if several else [made]
+        if any(isinstance(part, Tensor) for part in parts):  # others tell of types and sizes
+            node = self.graph.call_function(func, *nodes)
+            for place, part in enumerate(parts):
                 if isinstance(part, Tensor):
-                    self._nodes[part] = self.graph.call_function(getitem, (node, place))
+                    got = self.graph.call_function(getitem, (node, place)) if several else node
+                    self._nodes[part] = got
         return made
 
 

@@ -84,6 +84,9 @@ class Direct:
     def compile(self) -> None:
         """Compile what was called more than once, where that pays."""
 
+    def wait(self, seconds: float) -> None:
+        """Until what is compiled in the background is ready, or so long."""
+
     def forget(self) -> None:
         """The model is on another device now."""
 

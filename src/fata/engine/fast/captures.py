@@ -97,6 +97,10 @@ class Captures(Direct):
                     self._seconds += cached.function.compile()
                 cached.due = None
 
+    def wait(self, seconds: float) -> None:
+        """Until what is compiled in the background is ready, or so long."""
+        self._pending.wait(seconds)
+
     @property
     def captures(self) -> bool:  # type: ignore[override]
         """Whether passes are captured: on a GPU."""

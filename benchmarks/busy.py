@@ -41,7 +41,7 @@ from fata.bench.run.image_cache import ImageCache, free_memory
 from fata.bench.run.measure import measure
 from fata.bench.run.runner import CellRunner
 from fata.data import Stream, serve
-from fata.engine.fast.captured import OFTEN
+from fata.engine.fast import captured
 from fata.zoo import Loaded, Weights, ZooError
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace, folder: Path) -> Busy:
         wait(every)
         return time.perf_counter() - begun - (adapter.compile_seconds - compiled)
 
-    for images in islice(cycle(held), HELD * OFTEN if every.is_cuda else WARM):
+    for images in islice(cycle(held), HELD * captured.OFTEN if every.is_cuda else WARM):
         adapter(images)
     turns = TURNS * held if every.is_cuda else held
     alone = seconds(lambda: [adapter(images) for images in turns])

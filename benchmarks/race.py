@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fata.engine.fast.captured import OFTEN
+from fata.engine.fast import captured
 
 WARM = 3  # calls before the clock starts: the tap finds its way, programs are recorded;
-WARM_GPU = OFTEN + 16  # and compiled, also those that the first calls do not need yet
+captured.OFTEN = 64  # calls: what is measured is compiled, as late in a long stream
+WARM_GPU = captured.OFTEN + 16  # and compiled, also those that the first calls do not need yet
 
 Call = Callable[[Tensor], Any]
 

@@ -278,7 +278,7 @@ def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path,
             again = adapter(images)
             assert torch.equal(again, free(images)) == (number not in aside)
         if number in aside:
-            torch.testing.assert_close(again, found)
+            torch.testing.assert_close(again, found, rtol=0.01, atol=0.01)  # kept in half precision
         adapter.save(tmp_path / "s.safetensors")
         adapter = fata.adapt(build(net), "tent", guard=fata.Guard(every=1), lr=0.01)
         adapter.load(tmp_path / "s.safetensors")

@@ -13,7 +13,8 @@ the source predict too often. The mean of x over all images is close to the accu
 
 In a stream that really has few classes it is the other way round: images belong to the frequent
 ones. There the source is surer of frequent classes than of others; where a shift makes it predict
-them, it is not. r is the correlation of ln N0[s] with p. If it is above a limit,
+them, it is not. r is the correlation of ln N0[s] with p. If it is above a limit (or that of the
+batch alone is, less its standard deviation; then N0 is the batch's),
 
     x  =  -z(N0);   1 if p is above its mean: moved although the source was sure
 
@@ -72,11 +73,14 @@ def compare(
     fine = known & ~lost
     p, s = source.softmax(1).max(1)
     a, p = logits.argmax(1), p.nan_to_num(0)
-    after = _with(before, s, a, p, fine, rows, logits.shape[1], group)
+    images = s, a, p, fine, rows, logits.shape[1], group
+    after, alone = _with(before, *images), _with({}, *images)
+    of_batch = _correlation(alone) - group.rows(len(s)) ** -0.5 > real
+    frequent = torch.where(of_batch, alone["N0"], after["N0"])
     sure = (a != s) & (p > after["p"])
-    few = torch.where(sure, 1, -_towards(after["N0"], a, s))
+    few = torch.where(sure, 1, -_towards(frequent, a, s))
     x = _towards(torch.maximum(after["N0"], after["N"]), a, s)
-    x = torch.where(_correlation(after) > real, few, x) * fine
+    x = torch.where(of_batch | (_correlation(after) > real), few, x) * fine
     certain = CERTAIN * lost.sum()
     sums = torch.log1p(bet * x).sum() + certain, torch.log1p(-bet * x).sum() - certain, x.sum()
     harm, gain, moved = group.sum(torch.stack(sums))

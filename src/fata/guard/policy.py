@@ -27,7 +27,7 @@ log = logging.getLogger("fata.guard")
 
 FULL = 64  # images; smaller batches are compared more often
 ONE_BATCH = 0.5  # most log odds of a gain by one batch: its images are not independent
-LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 600 KiB
+LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 650 KiB
 
 
 @dataclass(frozen=True)
@@ -195,6 +195,6 @@ class Watch:
 
     def _go(self, phase: Phase, action: str, odds: float) -> None:
         watched = self._watched
-        event = Event(self._engine.state.batches + 1, action, odds, watched.scale)
+        event = Event(self._engine.state.batches + 1, action, round(odds, 2), watched.scale)
         watched.events[:] = [*watched.events, event][-LATEST:]
         watched.phase, watched.harm, watched.gain, watched.aside = phase, 0.0, 0.0, 0

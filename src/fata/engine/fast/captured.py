@@ -28,7 +28,7 @@ from fata.engine.fast.trees import flatten, rebuild, structure
 
 log = logging.getLogger("fata.compile")
 
-OFTEN = 64  # calls after which a function is compiled
+OFTEN = 8_192  # calls after which a function is compiled: that takes up to a minute
 WAITS = {  # operations that wait for the device
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive"),

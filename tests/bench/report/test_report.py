@@ -441,7 +441,7 @@ def test_one_domain_alone_is_shown_at_once(store):
 def test_crosses_show_where_a_guard_stepped_in(store):
     records = list(store)
     guarded = next(r for r in records if r.protocol["method"] == "sar+fata")
-    why = {"sign": "narrowing", "value": 0.1, "doubt": 0.01, "to": 0}
+    why = {"odds": 2.5}
     events = [
         {**why, "batch": 2, "action": "back", "rate": 0.3},
         {**why, "batch": 9, "action": "rest", "rate": 0.1},
@@ -456,7 +456,7 @@ def test_crosses_show_where_a_guard_stepped_in(store):
     assert crosses["x"] == [2, 9]
     assert crosses["y"] == [guarded.result["curve"]["online"][1]] * 2
     assert crosses["text"] == [
-        "rolled back to batch 0, 0.3 of the learning rate; source predictions",
-        "adaptation pauses at the source weights",
+        "restarts from the source weights, at 0.3 of the learning rate",
+        "adaptation ends at the source weights",
     ]
     assert crosses["meta"] == "gaussian_noise"

@@ -69,8 +69,9 @@ class SourceModel:
 
     def memory(self, state: State) -> Memory:
         """Of BatchNorm's statistics; empty before the first check."""
-        found, like = state.guard.items(), self._functions.source
-        return {n.removeprefix(PREFIX): t.to(like) for n, t in found if n.startswith(PREFIX)}
+        found, statistics = state.guard.items(), self._functions.network.reference
+        kept = {n.removeprefix(PREFIX): t for n, t in found if n.startswith(PREFIX)}
+        return statistics.widen(kept) if statistics else {}
 
     @contextmanager
     def _in_place(self, state: State) -> Iterator[None]:

@@ -71,6 +71,10 @@ class StreamStatistics(BatchStatistics):
         place = self._places[layer]
         return self._split(self._mean)[place], self._split(self._var)[place]
 
+    def widen(self, memory: Memory) -> Memory:
+        """A memory in the precision of these statistics, from one that was kept in half."""
+        return {name: tensor.to(self._mean) for name, tensor in memory.items()}
+
     def begin(self, logits: Tensor) -> Memory:
         """The memory before the first batch, by its logits with the source's statistics."""
         new, layers = self._mean.new_zeros, len(self._known)

@@ -77,18 +77,18 @@ def test_a_line_a_method(call):
 
 
 @pytest.mark.parametrize(
-    ("net", "rounds", "guard", "looks"),
+    ("net", "rounds", "guard", "checked"),
     [
         ("resnet_gn", "3", "settled", 1 / 16),
-        ("resnet_bn", "1", "settled", 5 / 64),
-        ("resnet_bn", "1", "first", 28 / 64),
+        ("resnet_bn", "1", "settled", 1 / 16),
+        ("resnet_bn", "1", "first", 40 / 256),
     ],
 )
-def test_whole_turns_of_the_guards_looks(call, net, rounds, guard, looks):
+def test_whole_turns_of_the_guards_checks(call, net, rounds, guard, checked):
     turns = ["--rounds", rounds, "--batch", "64", "--speeds", "exact"]
     _, found = call(speed, "--models", net, "--methods", "eata", "--guard", guard, *turns)
     (line,) = found["lines"]
-    assert line["looks"] == looks
+    assert line["checked"] == checked
 
 
 def test_a_network_that_is_none(call, capsys):

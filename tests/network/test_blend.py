@@ -207,11 +207,11 @@ def test_a_layer_without_running_statistics_has_the_batchs():
     assert Two().double().norm.running_mean.shape == (4,)
 
 
-def test_the_guard_has_no_second_look_at_statistics():
+def test_the_guard_compares_as_often_with_any_statistics():
     blended, plain = (fata.adapt(network("resnet_bn"), "tent", blend=b) for b in (True, False))
     for batch in images(64).split(8):
         blended(batch), plain(batch)
-    assert 0 < blended.counts["rows_source"] < plain.counts["rows_source"]
+    assert 0 < blended.counts["rows_source"] == plain.counts["rows_source"]
 
 
 def test_half_precision_models_keep_their_buffers():

@@ -904,7 +904,7 @@ def test_adapter_and_guard_read_as_one_line():
     total = sum(dict(adapted.model.named_parameters())[n].numel() for n in adapted.trainable)
     what = f"Eata + Fata on ResNet, {total:,} parameters adapt, guard on, exact"
     assert repr(adapted) == f"Adapter({what})"
-    assert repr(adapted.guard) == "Watch(a check every 8 batches, 0 events)"
+    assert repr(adapted.guard) == "Watch(adapting, 0 events)"
 
 
 # -- a periodic reset

@@ -154,7 +154,9 @@ def kept_gain(recording: Recording, guard: Guard) -> float:
     """Of the predictions that the guard returns over the source's, in percentage points."""
     shown: list[Tensor] = []
     state = SimpleNamespace(watched=Watched(), guard={}, batches=0)
-    source = SimpleNamespace(predict=lambda *_: shown[-1], restart=lambda _: None)
+    source = SimpleNamespace(
+        predict=lambda *_: shown[-1], beside=lambda *_: None, restart=lambda _: None
+    )
     engine: Any = SimpleNamespace(state=state, group=SINGLE, source_model=source)
     watch = Watch(replace(guard, trial=guard.trial // recording.every), engine)
     total = 0

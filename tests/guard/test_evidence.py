@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from fata.guard.evidence import compare
-from fata.guard.health import Health, noted
+from fata.distributed.ranks import SINGLE
+from fata.guard.evidence import compare, predictions
+from fata.guard.health import Health
 
 ROWS, BET, REAL = 448, 0.3, 0.3
 
@@ -15,12 +16,13 @@ def predicted(classes, confidence=3.0, of=10):
     return torch.nn.functional.one_hot(torch.tensor(classes), of) * sure[:, None]
 
 
-def shown(*pairs, of=10):
-    """The averages and the evidence after checks of (source, adapted) logits."""
-    memory, found = {}, None
+def shown(*pairs, beside=None):
+    """The evidence of the last of some checks of (source, adapted) logits."""
+    found = None
     for source, logits in pairs:
-        memory, found = compare(memory, source, logits, ROWS, BET, REAL)
-    return memory, found
+        now = predictions(source, logits, beside, SINGLE)
+        found = compare(found and found.latest, now, source.shape[1], ROWS, BET, REAL)
+    return found
 
 
 EVEN = list(range(10)) * 6
@@ -28,27 +30,27 @@ EVEN = list(range(10)) * 6
 
 def test_models_that_agree_show_nothing():
     logits = predicted(EVEN)
-    _, found = shown((logits, logits), (logits, logits))
-    assert found.harm == found.gain == found.moved == 0
+    found = shown((logits, logits), (logits, logits))
+    assert found.harm == found.gain == found.lost == 0
 
 
 def test_few_images_decide_nothing():
-    _, found = shown((predicted([0, 1, 2, 3]), predicted([0, 0, 0, 0])))
+    found = shown((predicted([0, 1, 2, 3]), predicted([0, 0, 0, 0])))
     assert 0 < found.harm < 1
 
 
 def test_images_that_move_to_a_frequent_class_are_harm():
     own, fallen = predicted(EVEN), predicted([0 if n % 2 else c for n, c in enumerate(EVEN)])
-    _, found = shown((own, fallen), (own, fallen))
+    found = shown((own, fallen), (own, fallen))
     assert found.harm > 2
     assert found.gain < 0
-    assert found.moved == pytest.approx(0.5, abs=0.1)
+    assert found.lost == pytest.approx(0.5, abs=0.1)
 
 
 def test_images_that_leave_a_class_that_is_predicted_too_often_are_gain():
     """The source is not surer of that class than of others."""
     own, spread = predicted([0 if n % 2 else c for n, c in enumerate(EVEN)]), predicted(EVEN)
-    _, found = shown((own, spread), (own, spread))
+    found = shown((own, spread), (own, spread))
     assert found.gain > 2
     assert found.harm < 0
 
@@ -60,7 +62,7 @@ SURE = [6.0, 5.0, 6.0, 5.0, 1.0, 1.0] * 10
 
 def test_in_a_stream_of_few_classes_images_belong_to_them():
     own, adapted = predicted(ONE, SURE), predicted([0] * len(ONE), 4.0)
-    _, found = shown((own, adapted), (own, adapted))
+    found = shown((own, adapted), (own, adapted))
     assert found.gain > 2
     assert found.harm < 0
 
@@ -68,7 +70,7 @@ def test_in_a_stream_of_few_classes_images_belong_to_them():
 def test_in_a_stream_of_few_classes_to_leave_them_is_harm():
     adapted = predicted([5 if c == 0 and n % 3 == 0 else c for n, c in enumerate(ONE)])
     own = predicted(ONE, SURE)
-    _, found = shown((own, adapted), (own, adapted))
+    found = shown((own, adapted), (own, adapted))
     assert found.harm > 2
 
 
@@ -77,17 +79,36 @@ def test_to_move_what_the_source_is_sure_of_is_harm():
     both = [0, 0, 1, 1, *range(2, 4)] * 10
     own = predicted(both, SURE)
     adapted = predicted([0 if c == 1 else c for c in both])
-    _, found = shown((own, adapted), (own, adapted))
+    found = shown((own, adapted), (own, adapted))
     assert found.harm > 2
+
+
+SHIFTED = [(c + 1) % 10 if n % 3 == 0 else c for n, c in enumerate(EVEN)]
+
+
+@pytest.mark.parametrize(("confidence", "harm"), [(1.0, True), (5.0, False)])
+def test_what_batch_statistics_move_is_judged_by_confidence(confidence, harm):
+    """Evenly over the classes, so that their frequency tells nothing."""
+    own, moved = predicted(EVEN), predicted(SHIFTED, confidence)
+    found = shown((own, moved), (own, moved), beside=moved)
+    assert (found.harm > 2, found.gain > 2) == (harm, not harm)
+    without = shown((own, moved), (own, moved))
+    assert max(without.harm, without.gain) < 0.5
+
+
+def test_what_the_weights_move_back_is_no_harm():
+    own, moved = predicted(EVEN), predicted(SHIFTED, 1.0)
+    found = shown((own, own), (own, own), beside=moved)
+    assert found.harm == found.gain == 0
 
 
 def test_a_prediction_that_is_no_number_is_harm():
     """At once, and only where the source has one."""
     own, broken = predicted(EVEN), predicted(EVEN)
     broken[:20] = torch.nan
-    _, found = shown((own, broken))
+    found = shown((own, broken))
     assert found.harm > 2
-    _, found = shown((broken, broken))
+    found = shown((broken, broken))
     assert found.harm == 0
 
 
@@ -95,24 +116,20 @@ def test_what_is_no_number_is_not_counted():
     """As the first class, which `argmax` makes of it."""
     own, broken = predicted([1] * 20), predicted([1] * 20)
     broken[:] = torch.nan
-    memory, _ = shown((own, broken))
-    assert memory["N"].sum() == 0
-    assert memory["images"] == 0
+    assert len(shown((own, broken)).latest) == 0
 
 
 def test_a_class_that_is_masked_out_hides_nothing():
     own, fallen = predicted(EVEN), predicted([0 if n % 2 else c for n, c in enumerate(EVEN)])
     own[:, 9] = fallen[:, 9] = -torch.inf
-    _, found = shown((own, fallen), (own, fallen))
+    found = shown((own, fallen), (own, fallen))
     assert found.harm > 2
 
 
-def test_older_images_fade_out():
+def test_only_the_latest_images_count():
     old, new = predicted([1] * 300), predicted([2] * 300)
-    memory, _ = shown(*[(old, old)] * 2, *[(new, new)] * 8)
-    assert memory["N"][1] < 1
-    assert memory["N"].sum() == pytest.approx(ROWS, rel=0.05)
-    assert memory["images"] == pytest.approx(ROWS, rel=0.05)
+    found = shown((old, old), (old, old), (new, new))
+    assert found.latest[:, 0].tolist() == [1] * (ROWS - 300) + [2] * 300
 
 
 def test_the_evidence_is_the_same_whatever_the_order_of_the_classes():
@@ -120,17 +137,16 @@ def test_the_evidence_is_the_same_whatever_the_order_of_the_classes():
     own = torch.randn(3, 64, 10)
     adapted = own + torch.randn(3, 64, 10)
     order = torch.randperm(10)
-    _, one = shown(*zip(own, adapted, strict=True))
-    _, other = shown(*zip(own[..., order], adapted[..., order], strict=True))
+    one = shown(*zip(own, adapted, strict=True))
+    other = shown(*zip(own[..., order], adapted[..., order], strict=True))
     torch.testing.assert_close(one.harm, other.harm)
-    torch.testing.assert_close(one.moved, other.moved)
+    torch.testing.assert_close(one.lost, other.lost)
 
 
 def test_health_is_the_sources_confidence_less_what_is_lost():
     own, fallen = predicted(EVEN), predicted([0 if n % 2 else c for n, c in enumerate(EVEN)])
-    memory, found = shown((own, fallen), (own, fallen))
-    memory = noted({}, memory, found.moved)
-    health = Health.of({f"shown.{name}": tensor for name, tensor in memory.items()})
+    found = shown((own, fallen), (own, fallen))
+    health = Health.of({"latest": found.latest, "lost": torch.tensor(found.lost)})
     assert health.source == pytest.approx(own.softmax(1).amax(1).mean().item(), rel=1e-5)
-    assert health.gain == pytest.approx(-found.moved.item(), rel=1e-5)
+    assert health.gain == pytest.approx(-found.lost, rel=1e-5)
     assert Health.of({}) is None

@@ -44,6 +44,14 @@ class SourceModel:
         state.guard = {**state.guard, **{PREFIX + name: _kept(name, after[name]) for name in after}}
         return logits  # type: ignore[no-any-return]
 
+    def beside(self, images: Tensor, state: State) -> Tensor | None:
+        """Logits with the batch's own statistics; None where BatchNorm does not use them."""
+        network = self._functions.network
+        if network.reference is None or network.blend:
+            return None
+        with self._in_place(state):
+            return self._execution.predict(images)
+
     def recall(self, images: Tensor, state: State) -> Tensor:
         """Logits of images that have no part in anything."""
         known, execution = self.memory(state), self._execution

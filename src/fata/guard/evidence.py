@@ -1,8 +1,8 @@
 """Evidence of harm that needs no labels, from two models' predictions for the same images.
 
-The source model predicts class s for an image, and the adapted one a. Where they differ the image
-was moved. N0[c] and N[c] are how often source and adapted model predicted class c lately, p the
-source's confidence:
+The source model predicts class s for an image with confidence p, and the adapted one class a. Where
+they differ the image was moved. N0[c] and N[c] count how often source and adapted model predicted
+class c for the latest images:
 
     x  =  z(max(N, N0))                 towards a class that is predicted more often: +
     z(N)  =  (N[a] - N[s]) / sqrt(N[a] + N[s]),  within [-1, 1]
@@ -12,11 +12,17 @@ lowest when all get one class. One that adapts well takes them from the classes 
 the source predict too often. The mean of x over all images is close to the accuracy that is lost.
 
 In a stream that really has few classes it is the other way round: images belong to the frequent
-ones. There the source is surer of frequent classes than of others; where a shift makes it predict
-them, it is not. r is the correlation of ln N0[s] with p. If it is above a limit (or that of the
-batch alone is, less its standard deviation; then N0 is the batch's),
+ones. There the source is more confident of frequent classes than of others; where a shift makes it
+predict them, it is not. If ln N0[s] and p correlate above a limit (in the batch alone, by more than
+its standard deviation: then only the batch is counted),
 
-    x  =  -z(N0);   1 if p is above its mean: moved although the source was sure
+    x  =  -z(N0);   1 if p is above its mean
+
+BatchNorm with the batch's statistics moves images by itself, if batches are small or have few
+classes. The source weights with the batch's statistics predict b, with confidence q. If b, too,
+differs from s, which was predicted with better statistics by the same weights,
+
+    x  =  1 if p > q, else -1
 
 If images were moved by chance, the odds would stay even. x is a bet against that:
 
@@ -33,95 +39,84 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fata.distributed.ranks import SINGLE, Ranks
-from fata.methods.base import Memory
+from fata.distributed.ranks import Ranks
 
 CERTAIN = 100.0  # log odds of an image whose logits have become NaN
-MOMENTS = ("l", "p", "ll", "pp", "lp")  # means of ln N0[s], of p, and of their products
 
 
 class Evidence(NamedTuple):
-    """What one check shows, as numbers on the device."""
+    """What one check shows."""
 
-    harm: Tensor  # log odds
-    gain: Tensor  # log odds
-    moved: Tensor  # mean of x over the images
+    latest: Tensor  # a row an image: s, a, p, and x if BatchNorm's statistics moved it, else 0
+    harm: float  # log odds by the images of this check
+    gain: float
+    lost: float  # mean of x over the latest images
+
+
+def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ranks) -> Tensor:
+    """A row for each image of all ranks, on the CPU, as in `Evidence`; a is -1 if there is none.
+
+    Args:
+        source: logits of the source model.
+        logits: of the adapted one.
+        beside: of the source weights with the batch's statistics; None: there are none.
+        group: the ranks that share the images.
+    """
+    p, s = source.float().softmax(1).max(1)
+    a = logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
+    x = torch.zeros_like(p)
+    if beside is not None:
+        q, b = beside.float().softmax(1).max(1)
+        x = torch.where(p > q, 1.0, -1.0) * (b != s)
+    total, here = group.place(len(p))
+    rows = p.new_zeros(total, 4)
+    rows[here] = torch.stack((s, a, p, x), 1)
+    return group.sum(rows).cpu()
 
 
 def compare(
-    before: Memory,
-    source: Tensor,
-    logits: Tensor,
-    rows: int,
-    bet: float,
-    real: float,
-    group: Ranks = SINGLE,
-) -> tuple[Memory, Evidence]:
-    """What both models predict for some images, added to the averages; what it shows.
+    latest: Tensor | None, now: Tensor, classes: int, rows: int, bet: float, real: float
+) -> Evidence:
+    """What some more images show.
 
     Args:
-        before: averages of the checks before; empty at the first.
-        source: logits of the source model.
-        logits: of the adapted one. A row with NaN is harm, unless the source's has one too.
-        rows: images that the averages are over.
+        latest: rows of the checks before; None at the first.
+        now: from `predictions`. A row without a is harm; one without p, NaN, counts nothing.
+        classes: number of classes.
+        rows: images that are counted.
         bet: k.
-        real: the limit of r.
-        group: the ranks that share the images.
+        real: limit of the correlation.
     """
-    known = ~source.isnan().any(1) & group.real
-    lost = known & logits.isnan().any(1)
-    fine = known & ~lost
-    p, s = source.softmax(1).max(1)
-    a, p = logits.argmax(1), p.nan_to_num(0)
-    images = s, a, p, fine, rows, logits.shape[1], group
-    after, alone = _with(before, *images), _with({}, *images)
-    of_batch = _correlation(alone) - group.rows(len(s)) ** -0.5 > real
-    frequent = torch.where(of_batch, alone["N0"], after["N0"])
-    sure = (a != s) & (p > after["p"])
-    few = torch.where(sure, 1, -_towards(frequent, a, s))
-    x = _towards(torch.maximum(after["N0"], after["N"]), a, s)
-    x = torch.where(of_batch | (_correlation(after) > real), few, x) * fine
-    certain = CERTAIN * lost.sum()
-    sums = torch.log1p(bet * x).sum() + certain, torch.log1p(-bet * x).sum() - certain, x.sum()
-    harm, gain, moved = group.sum(torch.stack(sums))
-    return after, Evidence(harm, gain, moved / group.rows(len(logits)))
+    now = now[~now[:, 2].isnan()]
+    fine = now[now[:, 1] >= 0]
+    latest = fine if latest is None else torch.cat((latest, fine))[-max(rows, len(fine)) :]
+    few = _few(fine, classes) - max(1, len(fine)) ** -0.5 > real
+    x = _harm(fine if few else latest, classes, real)
+    bets, certain = bet * x[len(x) - len(fine) :], CERTAIN * (len(now) - len(fine))
+    harm, gain = bets.log1p().sum().item() + certain, (-bets).log1p().sum().item() - certain
+    return Evidence(latest[-rows:], harm, gain, x.mean().item() if len(x) else 0.0)
+
+
+def _harm(rows: Tensor, classes: int, real: float) -> Tensor:
+    """The x of each row."""
+    s, a = rows[:, 0].long(), rows[:, 1].long()
+    p, by_statistics = rows[:, 2], rows[:, 3]
+    moved, (n0, n) = a != s, (c.bincount(minlength=classes) for c in (s, a))
+    x = _towards(torch.maximum(n0, n), a, s)
+    if _few(rows, classes) > real:
+        x = torch.where(moved & (p > p.mean()), 1, -_towards(n0, a, s))
+    return torch.where(moved & (by_statistics != 0), by_statistics, x)
 
 
 def _towards(counts: Tensor, a: Tensor, s: Tensor) -> Tensor:
     """z: whether an image goes to a class that is counted more often, in standard deviations."""
     here, there = counts[a], counts[s]
-    return ((here - there) / (here + there).clamp(min=1).sqrt()).clamp(-1, 1)
+    return ((here - there) / (here + there).sqrt()).clamp(-1, 1)
 
 
-def _with(
-    before: Memory,
-    s: Tensor,
-    a: Tensor,
-    p: Tensor,
-    fine: Tensor,
-    rows: int,
-    classes: int,
-    group: Ranks,
-) -> Memory:
-    """The averages with some images: older ones fade out."""
-    now = group.rows(len(s))
-    kept = max(0.0, 1 - now / rows)
-    after = {}
-    for name, predicted in (("N0", s), ("N", a)):
-        here = p.new_zeros(classes).index_add_(0, predicted, fine.to(p))
-        after[name] = kept * before.get(name, torch.zeros_like(here)) + group.sum(here)
-    ln = (after["N0"][s].clamp(min=1) / after["N0"].sum().clamp(min=1)).log()
-    values = torch.stack((ln, p, ln * ln, p * p, ln * p)) * fine
-    sums = group.sum(torch.cat((values.sum(1), fine.sum()[None].to(p))))
-    seen = kept * before.get("images", p.new_zeros(())) + sums[-1]
-    for name, total in zip(MOMENTS, sums, strict=False):
-        old = before.get(name, p.new_zeros(()))
-        after[name] = old + (total - sums[-1] * old) / seen.clamp(min=1)
-    return {**after, "images": seen}
-
-
-def _correlation(mean: Memory) -> Tensor:
-    """r; 0 where nothing varies."""
-    varies = (mean["ll"] - mean["l"].square()) * (mean["pp"] - mean["p"].square())
-    together = mean["lp"] - mean["l"] * mean["p"]
-    return torch.where(varies > 1e-9, together / varies.clamp(min=1e-9).sqrt(), 0)
+def _few(rows: Tensor, classes: int) -> float:
+    """Correlation of ln N0[s] with p; 0 where one of them does not vary."""
+    s, p = rows[:, 0].long(), rows[:, 2]
+    u = s.bincount(minlength=classes)[s].log()
+    u, p = u - u.mean(), p - p.mean()
+    return float((u * p).sum() / (u.norm() * p.norm()).clamp(min=1e-3))

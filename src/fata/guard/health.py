@@ -1,19 +1,15 @@
 """An estimate of accuracy without labels, from what the guard compares.
 
-The source's accuracy is taken to be its mean confidence. What the adapted model gains or loses is
-the mean of x (see `evidence`): the share of images that it took from frequent classes, less that of
-those that it moved to them.
+The source's accuracy is taken to be its mean confidence. What the adapted model loses is the mean
+of x (see `evidence`): the share of images that it moved to frequent classes, less that of those
+that it took from them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from fata.methods.base import Memory
-
-LATEST = 0.1  # weight of a check in the mean of x
 
 
 @dataclass(frozen=True)
@@ -35,14 +31,9 @@ class Health:
 
     @classmethod
     def of(cls, memory: Memory) -> Health | None:
-        """What the guard's averages say; waits for the device."""
-        if "shown.p" not in memory:
+        """What the guard keeps says; waits for the device."""
+        latest = memory.get("latest")
+        if latest is None or not len(latest):
             return None
-        source = float(memory["shown.p"])
-        return cls(source, min(1.0, max(0.0, source - float(memory["shown.moved"]))))
-
-
-def noted(before: Memory, after: Memory, moved: Tensor) -> Memory:
-    """The averages with the mean of x of one more check."""
-    old = before.get("moved", moved)
-    return {**after, "moved": old + LATEST * (moved - old)}
+        source = float(latest[:, 2].mean())
+        return cls(source, min(1.0, max(0.0, source - float(memory["lost"]))))

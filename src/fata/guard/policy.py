@@ -15,12 +15,13 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from fata.distributed.ranks import Ranks
 from fata.guard.events import Event, Phase, Watched
-from fata.guard.evidence import compare
-from fata.guard.health import Health, noted
+from fata.guard.evidence import compare, predictions
+from fata.guard.health import Health
 from fata.methods.base import in_range
 
 log = logging.getLogger("fata.guard")
@@ -66,16 +67,6 @@ class Guard:
             in_range(self, name, 0, 1)
 
 
-class Source(Protocol):
-    """The model at the source weights."""
-
-    def predict(self, images: Tensor, state: Any, /) -> Tensor:
-        """Logits of the batch at hand."""
-
-    def restart(self, state: Any, /) -> None:
-        """Give the adapted model the source weights, and no memory."""
-
-
 class Engine(Protocol):
     """What a guard uses of an engine."""
 
@@ -88,8 +79,8 @@ class Engine(Protocol):
         """All that changes while a model adapts."""
 
     @property
-    def source_model(self) -> Source:
-        """The model at the source weights."""
+    def source_model(self) -> Any:
+        """The source weights, in their place for a pass: `fata.engine.source_model`."""
 
 
 class Watch:
@@ -136,10 +127,11 @@ class Watch:
             return logits
         watched.last = watched.since
         source = engine.source_model.predict(images, engine.state)
-        harm, gain = self._compare(source, logits)
+        beside = engine.source_model.beside(images, engine.state)
+        harm, gain = self._compare(source, logits, beside)
         watched.harm = max(0.0, watched.harm + harm)
         watched.gain = max(0.0, watched.gain + min(ONE_BATCH, gain))
-        return self._decide(source, logits)
+        return logits if self._trusts(len(logits)) else source
 
     def _due(self, rows: int) -> bool:
         """Whether the batch is compared; of small ones more are, for as many images."""
@@ -147,49 +139,50 @@ class Watch:
         most = min(guard.every, max(guard.every // 4, guard.every * rows // FULL))
         return watched.since - watched.last >= min(most, max(1, int(guard.part * watched.since)))
 
-    def _compare(self, source: Tensor, logits: Tensor) -> tuple[float, float]:
+    def _compare(
+        self, source: Tensor, logits: Tensor, beside: Tensor | None
+    ) -> tuple[float, float]:
         """Log odds of harm and gain by this batch alone."""
         state, guard = self._engine.state, self.guard
-        known = {n.removeprefix("shown."): t for n, t in state.guard.items() if "shown." in n}
-        given = guard.rows, guard.bet, guard.real, self._engine.group
-        after, found = compare(known, source, logits, *given)
-        after = noted(known, after, found.moved)
-        state.guard = {**state.guard, **{f"shown.{n}": t for n, t in after.items()}}
-        harm, gain = float(found.harm), float(found.gain)  # a wait for the device, at every check
-        return harm, gain
+        known = state.guard.get("latest")
+        now = predictions(source, logits, beside, self._engine.group)  # a wait for the device
+        found = compare(
+            None if known is None else known.cpu(), now, source.shape[1],
+            guard.rows, guard.bet, guard.real,
+        )  # fmt: skip
+        kept = {"latest": found.latest, "lost": torch.tensor(found.lost)}
+        state.guard = {**state.guard, **{n: t.to(source.device) for n, t in kept.items()}}
+        return found.harm, found.gain
 
-    def _decide(self, source: Tensor, logits: Tensor) -> Tensor:
-        """What follows; returns the logits to return."""
+    def _trusts(self, rows: int) -> bool:
+        """Whether the adapted model predicts, after what follows from the odds."""
         watched, guard = self._watched, self.guard
         limit = math.log(1 / guard.level) if guard.level else math.inf
-        if watched.phase is Phase.ADAPTING:
-            if watched.harm <= limit:
-                return logits
-            self._go(Phase.ASIDE, "aside", watched.harm)
-            return source
-        watched.aside += self._engine.group.rows(len(logits))
-        if watched.gain > limit * 2**watched.trusted:
-            watched.trusted += 1
-            self._go(Phase.ADAPTING, "trusted", watched.gain)
-            return logits
-        if watched.aside >= guard.trial and watched.harm > limit:
-            self._roll_back()
-        return source
+        if not watched.source_predicts:
+            if watched.harm > limit:
+                self._go(Phase.ASIDE, "aside", watched.harm)
+        else:
+            watched.aside += self._engine.group.rows(rows)
+            if watched.gain > limit * 2**watched.trusted:
+                watched.trusted += 1
+                self._go(Phase.ADAPTING, "trusted", watched.gain)
+            elif watched.aside >= guard.trial and watched.harm > limit:
+                self._restart()
+        return not watched.source_predicts
 
-    def _roll_back(self) -> None:
-        """The adapted model restarts, or rests."""
+    def _restart(self) -> None:
+        """The adapted model begins again at the source weights, slower; or it rests."""
         watched, guard = self._watched, self.guard
-        watched.failures += 1
-        watched.scale *= guard.slower
-        rests = watched.failures > guard.patience
-        if rests:
+        watched.failures, watched.scale = watched.failures + 1, watched.scale * guard.slower
+        if watched.failures > guard.patience:
+            self._go(Phase.REST, "rest", watched.harm)
             log.warning(
                 "the adapted model has failed %d times: the source model predicts, and nothing is "
                 "learned until reset(); adapter.guard.events says when",
                 watched.failures,
             )
-        phase, action = (Phase.REST, "rest") if rests else (Phase.ASIDE, "back")
-        self._go(phase, action, watched.harm)
+        else:
+            self._go(Phase.ASIDE, "back", watched.harm)
         self._engine.source_model.restart(self._engine.state)
         watched.since = watched.last = watched.trusted = 0
 

@@ -5,10 +5,11 @@
     python -m benchmarks.evidence --record mini_resnet_gn --file evidence.jsonl --seconds 600
 
 A recording holds, for some batches of a stream, the label of each image, both models' predictions
-and the source's confidence: enough to try a guard without running a network again. The streams are
-clean images and the four corruptions that the benchmark never uses. While the source predicts, the
-adapted model learns as it did when it was recorded; once it restarts, it is taken to be as good as
-the source. Older recordings (`signs`) have no confidence.
+and the source's confidence, with BatchNorm also what the batch's statistics predict: enough to try
+a guard without running a network again. The streams are clean images and the four corruptions that
+the benchmark never uses. While the source predicts, the adapted model learns as it did when it was
+recorded; once it restarts, it is taken to be as good as the source. Older recordings (`signs`) have
+no confidence.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from itertools import product
 from pathlib import Path
 from statistics import mean
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,23 +61,33 @@ ABLATIONS = (
 HARM = -1.0  # percentage points
 
 
+class Shown(NamedTuple):
+    """One batch: logits of three predictions, and how many of the first two are right."""
+
+    source: Tensor
+    adapted: Tensor
+    beside: Tensor | None  # the source weights with the batch's statistics
+    right: int  # of the adapted model
+    right_source: int
+
+
 @dataclass(frozen=True)
 class Recording:
-    """One stream: what both models predicted, batch by batch."""
+    """One stream: what the models predicted, batch by batch."""
 
     group: str
-    batches: list[tuple[Tensor, Tensor, int, int]]  # source and adapted logits; how many are right
+    batches: list[Shown]
     every: int  # of the stream's batches one is kept
 
     @property
     def images(self) -> int:
         """That are kept."""
-        return sum(len(source) for source, *_ in self.batches)
+        return sum(len(batch.source) for batch in self.batches)
 
     @property
     def gain(self) -> float:
         """Of the adapted model over the source, in percentage points."""
-        return 100 * sum(right - still for *_, right, still in self.batches) / self.images
+        return 100 * sum(b.right - b.right_source for b in self.batches) / self.images
 
 
 # -- recording --------------------------------------------------------------------------------
@@ -99,6 +110,7 @@ def record(
     adapted = fata.adapt(loaded.model, spec, guard=None, lr=lr, **fields, **blend)
     blends = {"blend": True} if has_running(loaded.model) else {}
     source = fata.adapt(fata.zoo.load(model).model, "norm", **blends)
+    beside = fata.adapt(fata.zoo.load(model).model, "norm") if blends and not blend else None
     scenario = name.split()[0]
     stream = fata.stream(
         fata.data.open(data, fit=loaded), scenario, domains=[domain], batch_size=size,
@@ -111,7 +123,10 @@ def record(
         if number % every:
             continue
         sure, still = source(pictures).softmax(1).max(1)
-        found = batch.labels, answers, still, (sure * 1000).round().long()
+        found = [batch.labels, answers, still, (sure * 1000).round().long()]
+        if beside:
+            sure, moved = beside(pictures).softmax(1).max(1)
+            found += [moved, (sure * 1000).round().long()]
         batches.append([column.tolist() for column in found])
     values = {"model": model, "scenario": name, "domain": domain, "method": method, "rate": rate}
     return {**values, "classes": loaded.classes, "every": every, "batches": batches}
@@ -125,10 +140,11 @@ def recordings() -> Iterator[Recording]:
     for cell in lines("evidence"):
         batches = []
         for columns in cell["batches"]:
-            labels, answers, still, sure = (torch.tensor(column) for column in columns)
-            logits = _logits(answers, cell["classes"]), _logits(still, cell["classes"], sure / 1000)
+            labels, answers, still, sure, *moved = (torch.tensor(column) for column in columns)
+            source = _logits(still, cell["classes"], sure / 1000)
+            beside = _logits(moved[0], cell["classes"], moved[1] / 1000) if moved else None
             right = (answers == labels).sum().item(), (still == labels).sum().item()
-            batches.append((logits[1], logits[0], *right))
+            batches.append(Shown(source, _logits(answers, cell["classes"]), beside, *right))
         group = "BatchNorm" if "_bn" in cell["model"] else "GroupNorm"
         yield Recording(f"{group}, {cell['scenario'].split()[0]}", batches, cell["every"])
     for cell in lines("signs"):
@@ -139,7 +155,7 @@ def recordings() -> Iterator[Recording]:
             rows = torch.tensor(batch["pairs"])
             answers, still = rows[:, :2].repeat_interleave(rows[:, 2], 0).T
             pair = _logits(still, cell["classes"]), _logits(answers, cell["classes"])
-            batches.append((*pair, batch["right"], batch["still"]))
+            batches.append(Shown(*pair, None, batch["right"], batch["still"]))
         yield Recording(f"{cell['model']}, normal, older", batches, 1)
 
 
@@ -152,22 +168,21 @@ def _logits(classes: Tensor, of: int, confidence: Tensor | float = 0.5) -> Tenso
 
 def kept_gain(recording: Recording, guard: Guard) -> float:
     """Of the predictions that the guard returns over the source's, in percentage points."""
-    shown: list[Tensor] = []
+    now = recording.batches[0]
     state = SimpleNamespace(watched=Watched(), guard={}, batches=0)
     source = SimpleNamespace(
-        predict=lambda *_: shown[-1], beside=lambda *_: None, restart=lambda _: None
+        predict=lambda *_: now.source, beside=lambda *_: now.beside, restart=lambda _: None
     )
     engine: Any = SimpleNamespace(state=state, group=SINGLE, source_model=source)
     watch = Watch(replace(guard, trial=guard.trial // recording.every), engine)
     total = 0
-    for still, logits, right, right_still in recording.batches:
-        shown[:] = [still]
-        returned = watch.see(logits, logits)
+    for now in recording.batches:
+        returned = watch.see(now.adapted, now.adapted)
         state.watched.since += recording.every - 1
         state.batches += recording.every
         if watch.events and watch.events[-1].action in ("back", "rest"):
             break
-        total += right - right_still if returned is logits else 0
+        total += now.right - now.right_source if returned is now.adapted else 0
     return 100 * total / recording.images
 
 
@@ -185,6 +200,12 @@ def show(found: dict[str, list[tuple[float, float]]]) -> None:
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for group, pairs in sorted(found.items()):
         print(f"| {group} | {_line(pairs)} |")
+
+
+def ablated(name: str, streams: list[Recording], guard: Guard) -> None:
+    """A line over all groups."""
+    pairs = [pair for some in judge(streams, guard).values() for pair in some]
+    print(f"| {name} | {_line(pairs)} |", flush=True)
 
 
 def _line(pairs: list[tuple[float, float]]) -> str:
@@ -215,9 +236,13 @@ def main() -> None:
             show(judge(streams, guard))
             return
         for change in ABLATIONS:
-            found = judge(streams, replace(guard, **change))
-            pairs = [pair for some in found.values() for pair in some]
-            print(f"| {' '.join(f'{k}={v}' for k, v in change.items())} | {_line(pairs)} |")
+            ablated(
+                " ".join(f"{k}={v}" for k, v in change.items()), streams, replace(guard, **change)
+            )
+        blind = [
+            replace(one, batches=[b._replace(beside=None) for b in one.batches]) for one in streams
+        ]
+        ablated("statistics do not count", blind, guard)
         return
     if args.file is None:
         parser.error("--record needs --file")

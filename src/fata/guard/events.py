@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from fata.guard.health import Health
+
 
 class Phase(StrEnum):
     """Who predicts, and whether anything is learned."""
@@ -44,6 +46,7 @@ class Watched:
     trusted: int = 0  # times that the adapted model was, since the last rollback
     failures: int = 0
     scale: float = 1.0  # of the rate
+    health: Health | None = None  # as of the last check; None: there was none
     events: list[Event] = field(default_factory=list)
 
     @property
@@ -59,4 +62,7 @@ class Watched:
     def unpack(cls, packed: dict[str, Any]) -> Watched:
         """What `pack` gave."""
         events = [Event(**event) for event in packed["events"]]
-        return cls(**{**packed, "phase": Phase(packed["phase"]), "events": events})
+        health = Health(**packed["health"]) if packed["health"] else None
+        return cls(
+            **{**packed, "phase": Phase(packed["phase"]), "health": health, "events": events}
+        )

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from fata.distributed.ranks import Ranks
+from fata.guard.health import Health
 
 CERTAIN = 100.0  # log odds of an image whose logits have become NaN
 
@@ -50,7 +51,7 @@ class Evidence(NamedTuple):
     latest: Tensor  # a row an image: s, a, p, and x if BatchNorm's statistics moved it, else 0
     harm: float  # log odds by the images of this check
     gain: float
-    lost: float  # mean of x over the latest images
+    health: Health | None  # None: no image has been compared
 
 
 def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ranks) -> Tensor:
@@ -94,7 +95,11 @@ def compare(
     x = _harm(fine if few else latest, classes, real)
     bets, certain = bet * x[len(x) - len(fine) :], CERTAIN * (len(now) - len(fine))
     harm, gain = bets.log1p().sum().item() + certain, (-bets).log1p().sum().item() - certain
-    return Evidence(latest[-rows:], harm, gain, x.mean().item() if len(x) else 0.0)
+    health = None
+    if len(latest):
+        confidence = latest[:, 2].mean().item()
+        health = Health(confidence, min(1.0, max(0.0, confidence - x.mean().item())))
+    return Evidence(latest[-rows:], harm, gain, health)
 
 
 def _harm(rows: Tensor, classes: int, real: float) -> Tensor:

@@ -15,7 +15,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from fata.distributed.ranks import Ranks
@@ -115,7 +114,7 @@ class Watch:
     @property
     def health(self) -> Health | None:
         """Estimated accuracies, as of the last check; None: there was none yet."""
-        return Health.of(self._engine.state.guard)
+        return self._watched.health
 
     def see(self, images: Tensor, logits: Tensor) -> Tensor:
         """After a batch was learned from: check, if it is time to. Returns what is predicted."""
@@ -150,8 +149,8 @@ class Watch:
             None if known is None else known.cpu(), now, source.shape[1],
             guard.rows, guard.bet, guard.real,
         )  # fmt: skip
-        kept = {"latest": found.latest, "lost": torch.tensor(found.lost)}
-        state.guard = {**state.guard, **{n: t.to(source.device) for n, t in kept.items()}}
+        state.guard = {**state.guard, "latest": found.latest.to(source.device)}
+        state.watched.health = found.health
         return found.harm, found.gain
 
     def _trusts(self, rows: int) -> bool:

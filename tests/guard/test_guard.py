@@ -270,7 +270,7 @@ def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path,
     free = fata.adapt(build(net), "tent", guard=None, lr=0.01)
     adapter = fata.adapt(build(net), "tent", guard=fata.Guard(every=1), lr=0.01)
     aside = {2, 3, 4, 5, 6, 7}  # one batch alone does not prove a gain
-    for number, images in enumerate(batches(10)):
+    for number, images in enumerate(batches(10, rows=32)):
         told(monkeypatch, adapter, HARM if number in (2, 3) else GAIN)
         expected, found = free(images), adapter(images)
         assert torch.equal(found, expected) == (number not in aside)
@@ -284,6 +284,25 @@ def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path,
         adapter.load(tmp_path / "s.safetensors")
     assert events(adapter) == [(3, "aside"), (9, "trusted")]
     assert adapter.counts["stepped"] == 10
+
+
+@pytest.mark.parametrize(
+    ("net", "rows", "fields", "phase"),
+    [
+        ("resnet_bn", 31, {}, "aside"),
+        ("resnet_bn", 32, {}, "adapting"),
+        ("resnet_bn", 31, {"blend": True}, "adapting"),
+        ("resnet_gn", 31, {}, "adapting"),
+    ],
+)
+def test_statistics_of_few_images_are_not_trusted_at_first(monkeypatch, net, rows, fields, phase):
+    adapter = fata.adapt(build(net), "tent", lr=0.01, **fields)
+    told(monkeypatch, adapter, OPEN)
+    full, few = batches(2, rows=rows)
+    adapter(full)
+    assert adapter.guard.phase == phase
+    adapter(few[:3])  # a short batch later on changes nothing
+    assert adapter.guard.phase == phase
 
 
 def test_without_batchnorm_the_source_predicts_as_it_did(monkeypatch):

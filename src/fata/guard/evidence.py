@@ -42,7 +42,7 @@ from torch import Tensor
 from fata.distributed.ranks import Ranks
 from fata.guard.health import Health
 
-CERTAIN = 100.0  # log odds of an image whose logits have become NaN
+CERTAIN = 100.0  # log odds of what needs no evidence, such as logits that have become NaN
 
 
 class Evidence(NamedTuple):

@@ -1,9 +1,9 @@
 """The guard: when to compare with the source model, and what follows.
 
-    adapting  -- odds of harm ------------------------------------------------> aside
-    aside     -- odds of gain, twice as long each time -----------------------> adapting
-    aside     -- odds of harm after so many predictions: from the source -----> aside
-                                                         for the fourth time -> rest
+    adapting  -- odds of harm; BatchNorm and a first batch of few images ------> aside
+    aside     -- odds of gain, twice as long each time ------------------------> adapting
+    aside     -- odds of harm after so many predictions: from the source ------> aside
+                                                         for the fourth time --> rest
 
 It asks the engine for the source model's predictions; the engine does what it decides.
 """
@@ -19,13 +19,14 @@ from torch import Tensor
 
 from fata.distributed.ranks import Ranks
 from fata.guard.events import Event, Phase, Watched
-from fata.guard.evidence import compare, predictions
+from fata.guard.evidence import CERTAIN, compare, predictions
 from fata.guard.health import Health
 from fata.methods.base import in_range
 
 log = logging.getLogger("fata.guard")
 
 FULL = 64  # images; smaller batches are compared more often
+FEW = 32  # images; BatchNorm's statistics of fewer are not trusted without evidence
 ONE_BATCH = 0.5  # most log odds of a gain by one batch: its images are not independent
 LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 650 KiB
 
@@ -119,18 +120,21 @@ class Watch:
     def see(self, images: Tensor, logits: Tensor) -> Tensor:
         """After a batch was learned from: check, if it is time to. Returns what is predicted."""
         engine, watched = self._engine, self._watched
+        rows = engine.group.rows(len(images))
         if watched.phase is Phase.REST:
             return logits  # the engine predicted with the source weights
         watched.since += 1
-        if watched.phase is Phase.ADAPTING and not self._due(engine.group.rows(len(images))):
+        if watched.phase is Phase.ADAPTING and not self._due(rows):
             return logits
         watched.last = watched.since
         source = engine.source_model.predict(images, engine.state)
         beside = engine.source_model.beside(images, engine.state)
         harm, gain = self._compare(source, logits, beside)
+        if watched.since == 1 and beside is not None and rows < FEW:
+            harm += CERTAIN
         watched.harm = max(0.0, watched.harm + harm)
         watched.gain = max(0.0, watched.gain + min(ONE_BATCH, gain))
-        return logits if self._trusts(len(logits)) else source
+        return logits if self._trusts(rows) else source
 
     def _due(self, rows: int) -> bool:
         """Whether the batch is compared; of small ones more are, for as many images."""
@@ -161,7 +165,7 @@ class Watch:
             if watched.harm > limit:
                 self._go(Phase.ASIDE, "aside", watched.harm)
         else:
-            watched.aside += self._engine.group.rows(rows)
+            watched.aside += rows
             if watched.gain > limit * 2**watched.trusted:
                 watched.trusted += 1
                 self._go(Phase.ADAPTING, "trusted", watched.gain)

@@ -134,3 +134,13 @@ def test_health_is_the_sources_confidence_less_what_is_lost():
     assert health.source == pytest.approx(own.softmax(1).amax(1).mean().item(), rel=1e-5)
     assert health.gain == pytest.approx(-found.moved.item(), rel=1e-5)
     assert Health.of({}) is None
+
+
+def test_health_is_read_from_the_device_once_after_each_check():
+    memory = {"shown.p": torch.tensor(0.5), "shown.moved": torch.tensor(-0.25)}
+    health = Health.of(memory)
+    assert health.as_dict() == {"source": 0.5, "adapted": 0.75, "gain": 0.25}
+    assert Health.of(dict(memory)) is health
+    checked = {"shown.p": torch.tensor(0.5), "shown.moved": torch.tensor(0.75)}
+    assert Health.of(checked).as_dict() == {"source": 0.5, "adapted": 0.0, "gain": -0.5}
+    assert Health.of(memory) is health

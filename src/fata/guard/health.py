@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fata.methods.base import Memory
 
@@ -33,13 +35,28 @@ class Health:
         """Of the adapted model over the source model."""
         return self.adapted - self.source
 
+    def as_dict(self) -> dict[str, float]:
+        """Both accuracies and the gain, by name."""
+        return {"source": self.source, "adapted": self.adapted, "gain": self.gain}
+
     @classmethod
     def of(cls, memory: Memory) -> Health | None:
-        """What the guard's averages say; waits for the device."""
-        if "shown.p" not in memory:
+        """What the guard's averages say; waits for the device, once after each check."""
+        latest = memory.get("shown.moved")  # a new tensor at every check
+        if latest is None:
             return None
-        source = float(memory["shown.p"])
-        return cls(source, min(1.0, max(0.0, source - float(memory["shown.moved"]))))
+        if latest not in _known:
+            source, lost = torch.stack((memory["shown.p"], latest)).tolist()
+            _known[latest] = cls(_share(source), _share(source - lost))
+        found: Health = _known[latest]
+        return found
+
+
+_known = WeakIdKeyDictionary()  # what was read already, as long as a state has the tensor
+
+
+def _share(number: float) -> float:
+    return min(1.0, max(0.0, number))
 
 
 def noted(before: Memory, after: Memory, moved: Tensor) -> Memory:

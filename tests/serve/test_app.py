@@ -444,6 +444,53 @@ def test_metrics_are_by_stream_up_to_a_limit():
         assert 'stream="c"' in one.get("/metrics").text
 
 
+def test_metrics_have_the_health_of_some_streams_and_the_mean_of_the_others():
+    from fata.serve.metrics import Metrics
+
+    metrics = Metrics(1)
+    with client(metrics=metrics) as one:
+        for seed, name in enumerate(("a", "b", "c")):
+            predict(one, name, pixels(4, seed))
+        found = {name: one.get(f"/v1/streams/{name}").json()["health"] for name in ("a", "b", "c")}
+        assert len({health["source"] for health in found.values()}) == 3
+
+        def read(stream, model):
+            given = {"stream": stream, "model": model}
+            return metrics.registry.get_sample_value("fata_health", given)
+
+        for model in ("source", "adapted"):
+            assert read("a", model) == found["a"][model]
+            mean = (found["b"][model] + found["c"][model]) / 2
+            assert read("other", model) == pytest.approx(mean)
+            assert read("b", model) is None
+        one.post("/v1/streams/b/reset")
+        assert read("other", "source") == found["c"]["source"]
+        one.delete("/v1/streams/c")
+        assert read("other", "source") is None
+
+
+def test_the_health_of_a_stream_is_told_where_it_is_asked_for(tmp_path):
+    batches = pixels(48).split(4)
+    alone = adapter()
+    with client(folder=tmp_path) as one:
+        one.put(STREAM, json={})
+        assert one.get(STREAM).json()["health"] is None
+        for batch in batches:
+            alone(batch)
+            told = predict(one, "camera-7", batch).json()["health"]
+            assert told == alone.health.as_dict()
+            assert told["gain"] == told["adapted"] - told["source"]
+        assert one.get(STREAM).json()["health"] == told
+        assert one.get("/v1/streams").json()["streams"][0]["health"] == told
+        assert one.get(f"{STREAM}/history").json()["points"][-1]["health"] == told
+    with client(folder=tmp_path) as one:  # it is part of the state
+        assert one.get(STREAM).json()["health"] == told
+        one.post(f"{STREAM}/freeze")
+        assert predict(one, "camera-7", batches[0]).json()["health"] == told
+        one.post(f"{STREAM}/reset")
+        assert one.get(STREAM).json()["health"] is None
+
+
 def test_the_history_sums_up_batches_and_images_are_kept_only_if_asked():
     with client(keep_images=True) as one:
         for _ in range(20):

@@ -79,6 +79,19 @@ def test_the_page_shows_streams_and_its_buttons_work(browser):
         assert shown[-1] == "others"
         assert set(shown[:-1]) <= set(NAMES)
         assert len(texts(browser, "#curves polyline")) == 2
+        health = made.describe("camera-7")["health"]
+        told = find(browser, "#health").text
+        assert f"adapted model {100 * health['adapted']:.1f} %" in told
+        assert f"source model {100 * health['source']:.1f} %" in told
+        assert len(texts(browser, "#accuracy polyline")) == 2
+        ends = browser.execute_script(
+            "return [...document.querySelectorAll('#accuracy polyline')]"
+            ".map(line => line.points[line.points.numberOfItems - 1].y)"
+        )
+        expected = [118 - 116 * health[model] for model in ("adapted", "source")]
+        assert ends == pytest.approx(expected, abs=0.01)
+        by = made.summary("camera-7")["predicted_by"]
+        assert texts(browser, "#streams tr:first-child td")[4] == f"{100 * health[by]:.1f} %"
         until(browser, lambda: len(texts(browser, "#images figure")) == 12)
         assert find(browser, "#images img").get_property("naturalWidth") == 16
         find(browser, "#freeze").click()
@@ -89,6 +102,8 @@ def test_the_page_shows_streams_and_its_buttons_work(browser):
         find(browser, "#reset").click()
         browser.switch_to.alert.accept()
         until(browser, lambda: " 0 images seen" in find(browser, "#facts").text)
+        assert find(browser, "#health").text.startswith("None")
+        assert not find(browser, "#accuracy").is_displayed()
         assert made.describe("camera-7")["batches"] == 0
         made.delete("camera-8")
         until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])

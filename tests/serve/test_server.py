@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import threading
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -104,7 +105,10 @@ def test_the_client_does_what_the_service_does(tmp_path):
             files = one.predict("camera-7", [tmp_path / "a.jpg", jpeg(seed=1)], top=3)
             assert [len(guesses) for guesses in files.top] == [3, 3]
             assert len(one.predict("camera-7", tmp_path / "a.jpg").labels) == 1
-            assert one.predict("camera-7", (pixels(2) * 255).byte().numpy()).labels
+            latest = one.predict("camera-7", (pixels(2) * 255).byte().numpy())
+            assert latest.labels
+            assert asdict(latest.health) == one.stream("camera-7")["health"]
+            assert latest.health.gain == latest.health.adapted - latest.health.source
             state = one.download("camera-7")
             one.upload("door", state)
             assert one.stream("door")["batches"] == one.stream("camera-7")["batches"] == 3
@@ -114,6 +118,7 @@ def test_the_client_does_what_the_service_does(tmp_path):
             assert one.configure("door", lr=1e-5)["lr"] == 1e-5
             one.reset("door")
             assert one.stream("door")["batches"] == 0
+            assert one.stream("door")["health"] is None
             one.delete("door")
             assert [s["stream"] for s in one.streams()] == ["camera-7"]
             with pytest.raises(ClientError, match="no such stream") as caught:

@@ -326,3 +326,4 @@ def _predictions(
         "learned": outcome.learned,
         "note": outcome.note,
     }
+        "health": record.health.as_dict() if record and record.health else None,

@@ -133,6 +133,7 @@ class Service:
             watch = adapter.guard
             phase = watch.phase if watch else "off"
             events = [asdict(event) for event in watch.events[-EVENTS:]] if watch else []
+            health = adapter.health.as_dict() if adapter.health else None
             method, counts, batches = adapter.name, adapter.counts, adapter._live().state.batches
         return {
             **self.summary(name),
@@ -140,6 +141,7 @@ class Service:
             "frozen": settings.frozen,
             "lr": settings.lr,
             "phase": phase,
+            "health": health,
             "batches": batches,
             "counts": counts,
             "events": events,
@@ -176,6 +178,7 @@ class Service:
         with _told():
             self.fleet.restart(name)
         self._histories.pop(name, None)
+        self.metrics.restart(name)
         log.info("reset", extra={"stream": name})
 
     def delete(self, name: str) -> None:

@@ -19,7 +19,7 @@ async function ask(path, method = "GET") {
 
 function show(error) {
   element("error").hidden = !error;
-  element("error").textContent = error ? error.message : "";
+  element("error").textContent = error ? (error.status === 401 ? wrong : error.message) : "";
 }
 
 function set(node, text) {
@@ -34,11 +34,15 @@ function ago(seconds) {
 }
 
 function row(name) {
+function percent(share) {
+  return `${(100 * share).toFixed(1)} %`;
+}
+
   const line = document.createElement("tr");
   const button = document.createElement("button");
   button.textContent = name;
   button.addEventListener("click", () => choose(name));
-  line.append(...[0, 1, 2, 3, 4].map(() => document.createElement("td")));
+  line.append(...[0, 1, 2, 3, 4, 5].map(() => document.createElement("td")));
   line.cells[0].append(button);
   rows.set(name, line);
   return line;
@@ -61,7 +65,8 @@ async function list() {
     set(line.cells[1], one.images.toLocaleString("en"));
     set(line.cells[2], one.phase || "");
     set(line.cells[3], one.predicted_by || "");
-    set(line.cells[4], ago(one.last));
+    set(line.cells[4], one.health ? percent(one.health[one.predicted_by || "adapted"]) : "");
+    set(line.cells[5], ago(one.last));
   }
 }
 
@@ -102,15 +107,37 @@ function drawClasses(points, names) {
 }
 
 function drawCurves(points) {
-  const at = (number) => (points.length > 1 ? (600 * number) / (points.length - 1) : 0);
-  const line = (field) => points.map((p, n) => `${at(n)},${118 - 116 * p[field]}`).join(" ");
-  const area = `0,118 ${line("source")} ${at(points.length - 1)},118`;
+// Shares as "x,y" over the time of all points; a single one goes from edge to edge.
+function along(shares) {
+  const last = Math.max(1, shares.length - 1);
+  const places = shares.length === 1 ? [shares[0], shares[0]] : shares;
+  return places.flatMap((share, number) =>
+    (share === null ? [] : [`${(600 * number) / last},${118 - 116 * share}`])).join(" ");
+}
+
+function curve(shares, colour, dashed = false) {
+  return draw("polyline", {
+    points: along(shares), fill: "none", stroke: colour, "stroke-width": 2,
+    ...(dashed ? { "stroke-dasharray": "6 4" } : {}),
+  });
+}
+
   element("curves").replaceChildren(
-    draw("polygon", { points: area, fill: "#8884" }),
-    draw("polyline", { points: line("confidence"), fill: "none", stroke: COLOURS[0], "stroke-width": 2 }),
-    draw("polyline", {
-      points: line("selected"), fill: "none", stroke: COLOURS[1], "stroke-width": 2, "stroke-dasharray": "6 4",
-    }),
+    draw("polygon", { points: `0,118 ${along(points.map((p) => p.source))} 600,118`, fill: "#8884" }),
+    curve(points.map((p) => p.confidence), COLOURS[0]),
+    curve(points.map((p) => p.selected), COLOURS[1], true),
+  );
+}
+
+function drawHealth(health, points) {
+  set(element("health"), health ? `Without labels, as of the guard's last checks: adapted model ` +
+    `${percent(health.adapted)} (line), source model ${percent(health.source)} (dashed); from 0 % at ` +
+    "the bottom to 100 % at the top." : "None: the guard has not checked this stream, or it is off.");
+  const shares = (model) => points.map((p) => (p.health ? p.health[model] : null));
+  const known = points.some((p) => p.health);
+  element("accuracy").toggleAttribute("hidden", !known);
+  element("accuracy").replaceChildren(
+    curve(shares("adapted"), COLOURS[0]), curve(shares("source"), COLOURS[1], true),
   );
 }
 
@@ -161,6 +188,7 @@ async function detail() {
     `${stepped.toLocaleString("en")} steps`);
   set(element("freeze"), stream.frozen ? "Unfreeze" : "Freeze");
   drawClasses(points, names);
+  drawHealth(stream.health, points);
   drawCurves(points);
   drawEvents(stream.events);
   await drawImages();

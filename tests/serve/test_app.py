@@ -518,6 +518,23 @@ def test_the_interface_is_described():
     )
 
 
+def test_the_interface_asks_for_a_token_where_one_is_needed():
+    with client(TOKENS) as one:
+        schema = one.get("/openapi.json").json()
+        assert one.get("/openapi.json").json() == schema
+    assert schema["components"]["securitySchemes"]["token"] == {"type": "http", "scheme": "bearer"}
+    assert schema["security"] == [{"token": []}]
+    free = {path for path, of in schema["paths"].items() if of.get("get", {}).get("security") == []}
+    with client(TOKENS) as one:
+        for path in schema["paths"]:
+            if "{" not in path:
+                assert (one.get(path).status_code == 200) == (path in free), path
+    with client() as one:
+        schema = one.get("/openapi.json").json()
+    assert "security" not in schema
+    assert "securitySchemes" not in schema["components"]
+
+
 def test_the_pages_refer_to_no_other_host():
     with client() as one:
         for path in ("/", "/docs"):

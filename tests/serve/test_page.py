@@ -142,6 +142,11 @@ def test_a_token_is_asked_for_and_names_are_text(browser):
         find(browser, "#token").send_keys(TOKEN)
         until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
         until(browser, lambda: not find(browser, "#error").is_displayed())
+        browser.refresh()  # it is kept in this tab
+        until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
+        find(browser, "#token").send_keys("-more")
+        until(browser, lambda: "not valid" in find(browser, "#error").text)
+        browser.execute_script("sessionStorage.clear()")
 
 
 def test_the_interface_is_shown_without_a_network(browser):
@@ -157,6 +162,28 @@ def test_the_interface_is_shown_without_a_network(browser):
         assert hosts
         assert set(hosts) == {browser.execute_script("return location.host")}
         assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+        assert texts(browser, ".authorize") == []
+
+
+def test_the_interface_takes_a_token(browser):
+    pytest.importorskip("fastapi_offline", reason="has the scripts of /docs")
+    with page(browser, [Token(TOKEN)]):
+        browser.get(f"{browser.current_url}docs")
+        until(browser, lambda: texts(browser, ".authorize"))
+        find(browser, "button.authorize").click()
+        until(browser, lambda: texts(browser, ".auth-container input"))
+        find(browser, ".auth-container input").send_keys(TOKEN)
+        find(browser, ".auth-btn-wrapper .authorize").click()
+        find(browser, ".auth-btn-wrapper .btn-done").click()
+        list_ = "[id$='streams_v1_streams_get']"
+        find(browser, f"{list_} button").click()
+        until(browser, lambda: texts(browser, f"{list_} .try-out__btn"))
+        find(browser, f"{list_} .try-out__btn").click()
+        until(browser, lambda: texts(browser, f"{list_} .execute"))
+        find(browser, f"{list_} .execute").click()
+        answered = f"{list_} .live-responses-table .response"
+        until(browser, lambda: texts(browser, answered))
+        assert "200" in find(browser, answered).text
 
 
 def test_a_phone_shows_all_without_scrolling_sideways(browser):

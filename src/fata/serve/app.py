@@ -56,6 +56,7 @@ STATE = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+ANYBODY: dict[str, Any] = {"security": []}  # needs no token
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": schemas.Failure} for code in (401, 403, 404, 409, 413, 422, 429, 503)
 }
@@ -78,11 +79,26 @@ def create_app(service: Service, access: Access) -> FastAPI:
         redoc_url=None,
         responses=ERRORS,
     )
+    if access.needs_token:
+        _describe_tokens(app)
     _handle_errors(app)
     _add_pages(app, service, access)
     _add_streams(app, service, access)
     _add_management(app, service, access)
     return app
+
+
+def _describe_tokens(app: FastAPI) -> None:
+    """The description asks for a bearer token, so the page at /docs has a field for it."""
+    plain = app.openapi
+
+    def described() -> dict[str, Any]:
+        schema = plain()
+        schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"token": []}]
+        return schema
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -117,12 +133,12 @@ Authorization = Annotated[str | None, Depends(_authorization)]
 def _add_pages(app: FastAPI, service: Service, access: Access) -> None:
     """The page, metrics and probes."""
 
-    @app.get("/healthz", tags=["probes"])
+    @app.get("/healthz", tags=["probes"], openapi_extra=ANYBODY)
     async def healthz() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["probes"])
+    @app.get("/readyz", tags=["probes"], openapi_extra=ANYBODY)
     async def readyz() -> dict[str, str]:
         """Predictions are possible."""
         if not service.ready:
@@ -323,7 +339,7 @@ def _predictions(
         "predicted_by": "source" if record is None or record.source_predicted else "adapted",
         "phase": record.phase if record else None,
         "batch": record.batch if record else None,
+        "health": record.health.as_dict() if record and record.health else None,
         "learned": outcome.learned,
         "note": outcome.note,
     }
-        "health": record.health.as_dict() if record and record.health else None,

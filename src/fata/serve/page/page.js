@@ -18,6 +18,7 @@ async function ask(path, method = "GET") {
 }
 
 function show(error) {
+  const wrong = element("token").value ? "This token is not valid." : "Enter a token above.";
   element("error").hidden = !error;
   element("error").textContent = error ? (error.status === 401 ? wrong : error.message) : "";
 }
@@ -33,11 +34,11 @@ function ago(seconds) {
   return past < 5400 ? `${Math.round(past / 60)} min ago` : `${Math.round(past / 3600)} h ago`;
 }
 
-function row(name) {
 function percent(share) {
   return `${(100 * share).toFixed(1)} %`;
 }
 
+function row(name) {
   const line = document.createElement("tr");
   const button = document.createElement("button");
   button.textContent = name;
@@ -106,7 +107,6 @@ function drawClasses(points, names) {
   }));
 }
 
-function drawCurves(points) {
 // Shares as "x,y" over the time of all points; a single one goes from edge to edge.
 function along(shares) {
   const last = Math.max(1, shares.length - 1);
@@ -122,6 +122,7 @@ function curve(shares, colour, dashed = false) {
   });
 }
 
+function drawCurves(points) {
   element("curves").replaceChildren(
     draw("polygon", { points: `0,118 ${along(points.map((p) => p.source))} 600,118`, fill: "#8884" }),
     curve(points.map((p) => p.confidence), COLOURS[0]),
@@ -187,8 +188,8 @@ async function detail() {
     `${stream.phase}; ${seen.toLocaleString("en")} images seen, ` +
     `${stepped.toLocaleString("en")} steps`);
   set(element("freeze"), stream.frozen ? "Unfreeze" : "Freeze");
-  drawClasses(points, names);
   drawHealth(stream.health, points);
+  drawClasses(points, names);
   drawCurves(points);
   drawEvents(stream.events);
   await drawImages();
@@ -236,5 +237,7 @@ element("freeze").addEventListener("click", () =>
 element("reset").addEventListener("click", () => {
   if (confirm(`Reset ${chosen} to the source weights?`)) guarded(() => act("reset"));
 });
+element("token").value = sessionStorage.getItem("token") || ""; // of this tab, until it is closed
+element("token").addEventListener("input", () => sessionStorage.setItem("token", element("token").value));
 for (const id of ["search", "token"]) element(id).addEventListener("input", () => guarded(list));
 update();

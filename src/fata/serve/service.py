@@ -110,8 +110,10 @@ class Service:
         self.metrics.add(name, len(pixels), outcome.record, seconds)
         if outcome.note == "deadline":
             self.metrics.late.inc(len(pixels))
-        for event in outcome.record.events if outcome.record else ():
-            log.info("guard", extra={"stream": name, "event": asdict(event)})
+        record = outcome.record
+        for event in record.events if record else ():
+            health = record.health.as_dict() if record and record.health else None
+            log.info("guard", extra={"stream": name, "event": asdict(event), "health": health})
 
     # -- streams ------------------------------------------------------------------------------
 

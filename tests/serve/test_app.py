@@ -170,11 +170,23 @@ def test_streams_are_managed(tmp_path):
         assert one.delete(STREAM).status_code == 204
         for call in (one.get, one.delete):
             assert "no such stream" in error(call(STREAM), 404)
-        assert "no such stream" in error(one.post(f"{STREAM}/reset"), 404)
-        for wrong in ({"frozen": None}, {"frozen": 1}, {"lr": -1}, {"other": 1}, []):
-            error(one.put(STREAM, json=wrong), 422)
+        for action in ("reset", "freeze", "unfreeze"):
+            assert "no such stream" in error(one.post(f"{STREAM}/{action}"), 404)
+        for wrong in ({"frozen": None}, {"frozen": 1}, {"lr": -1}):
+            assert next(iter(wrong)) in error(one.put(STREAM, json=wrong), 422)
+        assert "other: unknown; choose from frozen, lr" in error(
+            one.put(STREAM, json={"other": 1}), 422
+        )
+        kind = {"content-type": "application/json"}
+        assert "finite" in error(one.put(STREAM, content=b'{"lr": 1e999}', headers=kind), 422)
+        for body in (b"", b"{", b"[]", b"{'frozen': true}"):
+            assert '{"frozen": true}' in error(one.put(STREAM, content=body, headers=kind), 422)
         for wrong in ("deyo+fato", "os:System", "auto"):  # nothing is imported
             assert "sar+fata" in error(one.put(STREAM, json={"method": wrong}), 422)
+        error(one.put(f"{STREAM}/state", content=b"none"), 422)
+        empty = {"content": b"", "headers": {"content-type": "image/png"}}
+        error(one.post(f"{STREAM}/predict", **empty), 422)
+        assert one.get("/v1/streams").json() == {"streams": [], "total": 0}
     assert [path.name for path in tmp_path.iterdir()] == [".lease"]
 
 

@@ -57,6 +57,7 @@ STATE = {
     }
 }
 ANYBODY: dict[str, Any] = {"security": []}  # needs no token
+SETTINGS = ", ".join(schemas.StreamChange.model_fields)
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": schemas.Failure} for code in (401, 403, 404, 409, 413, 422, 429, 503)
 }
@@ -120,6 +121,11 @@ def _handle_errors(app: FastAPI) -> None:
     async def _(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
+        if first["type"] == "extra_forbidden":
+            return failure(ServiceError(422, f"{where}: unknown; choose from {SETTINGS}."))
+        if first["loc"] == ("body",) or first["type"] == "json_invalid":
+            example = '{"frozen": true}'
+            return failure(ServiceError(422, f"the body: give JSON with {SETTINGS}: {example}."))
         return failure(ServiceError(422, f"{where}: {first['msg']}."))
 
 
@@ -187,7 +193,7 @@ def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
         """
         access.check(authorization, stream)
         start = time.monotonic()
-        service.admit(stream)
+        service.check(stream)
         pixels = await _pixels(request, service)
         outcome = await asyncio.wrap_future(service.submit(stream, pixels))
         service.metrics.seconds.observe(time.monotonic() - start)
@@ -271,13 +277,13 @@ def _add_management(app: FastAPI, service: Service, access: Access) -> None:
     async def freeze(stream: str, authorization: Authorization) -> None:
         """Predict without learning from now on."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.configure, stream, frozen=True)
+        await asyncio.to_thread(service.freeze, stream, True)
 
     @app.post(f"{STREAM}/unfreeze", status_code=204, tags=["streams"])
     async def unfreeze(stream: str, authorization: Authorization) -> None:
         """Learn again."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.configure, stream, frozen=False)
+        await asyncio.to_thread(service.freeze, stream, False)
 
     @app.get(f"{STREAM}/state", tags=["streams"], response_class=Response)
     async def download(stream: str, authorization: Authorization) -> Response:

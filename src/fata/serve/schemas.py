@@ -50,7 +50,9 @@ class StreamChange(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     frozen: bool | None = None
-    lr: float | None = Field(default=None, gt=0, description="Learning rate; null: the server's.")
+    lr: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Learning rate; null: the server's."
+    )
     method: str | None = Field(default=None, description="Such as sar+fata; null: the server's.")
 
 

@@ -24,6 +24,7 @@ from serving import (
 
 import fata
 from fata.serve.access import Token
+from fata.serve.history import CLASSES, POINTS, History
 from fata.serve.limits import Limits
 from fata.serve.scheduler import Gathering
 
@@ -516,6 +517,18 @@ def test_the_history_sums_up_batches_and_images_are_kept_only_if_asked():
     with client() as one:
         predict(one, "camera-7", pixels(4))
         assert "--show-images" in error(one.get(f"{STREAM}/images"), 404)
+
+
+def test_the_history_of_a_stream_of_many_classes_stays_small():
+    history = History()
+    for start in range(0, 6000, 64):
+        labels = [start, start, *range(start, start + 62)]
+        history.add(None, labels, [0.5] * 64)
+        assert history.points[-1].shown()["classes"][str(start)] == 3 / 64
+    assert len(history.points) == POINTS
+    kept = [len(point.classes) for point in history.points]
+    assert kept[:-1] == [CLASSES] * (POINTS - 1)
+    assert history.points[-2].shown()["classes"][str(start - 64)] == 3 / 64
 
 
 def test_the_interface_is_described():

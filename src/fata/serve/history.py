@@ -17,7 +17,7 @@ CLASSES = 8  # of a point, the most frequent
 IMAGES = 12  # the latest, if they are shown
 
 
-@dataclass
+@dataclass(slots=True)
 class _Point:
     """Some batches of a stream."""
 
@@ -27,6 +27,10 @@ class _Point:
     confidence: float = 0.0  # summed
     classes: Counter[int] = field(default_factory=Counter)
     health: Health | None = None  # at the last of them
+
+    def close(self) -> None:
+        """Keep what is shown: of a thousand classes, 60 points would be over 200 KiB a stream."""
+        self.classes = Counter(dict(self.classes.most_common(CLASSES)))
 
     def shown(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -40,7 +44,7 @@ class _Point:
         }
 
 
-@dataclass
+@dataclass(slots=True)
 class History:
     """The latest batches of one stream since the service started."""
 
@@ -58,6 +62,8 @@ class History:
         """A batch was predicted; without a record, by the source model after a failed step."""
         rows = len(labels)
         if not self.points or self.points[-1].rows >= ROWS:
+            if self.points:
+                self.points[-1].close()
             self.points.append(_Point())
         point = self.points[-1]
         self.images, self.last = self.images + rows, time.time()

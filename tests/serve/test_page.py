@@ -122,12 +122,15 @@ def test_images_are_not_shown_by_default(browser):
 
 
 def test_a_thousand_streams_are_listed_and_searched(browser):
-    with page(browser, limits=Limits(streams=1000)) as made:
+    with page(browser, limits=Limits(streams=1001)) as made:
         for number in range(1000):
             made.admit(f"camera-{number:04}")
         learn(made, "camera-0500", 1)
         until(browser, lambda: len(texts(browser, "#streams tr")) == 1000)
         assert find(browser, "#total").text == "1,000 streams"
+        made.admit("door")
+        listed = "1,001 streams, the first 1,000 listed"
+        until(browser, lambda: find(browser, "#total").text == listed)
         find(browser, "#search").send_keys("-05")
         until(browser, lambda: len(texts(browser, "#streams tr")) == 100)
         browser.execute_script("document.querySelector('#streams button').click()")

@@ -52,7 +52,8 @@ function row(name) {
 async function list() {
   const search = encodeURIComponent(element("search").value);
   const { streams, total } = await ask(`v1/streams?limit=1000&search=${search}`);
-  set(element("total"), `${total.toLocaleString("en")} stream${total === 1 ? "" : "s"}`);
+  const listed = streams.length < total ? `, the first ${streams.length.toLocaleString("en")} listed` : "";
+  set(element("total"), `${total.toLocaleString("en")} stream${total === 1 ? "" : "s"}${listed}`);
   element("empty").hidden = total > 0;
   const names = new Set(streams.map((one) => one.stream));
   for (const [name, line] of rows) if (!names.has(name)) { line.remove(); rows.delete(name); }

@@ -38,11 +38,13 @@ def test_a_record_says_what_a_batch_came_to():
             assert latest.selected == rows
         assert latest.stepped == one.counts["stepped"]
         assert latest.phase == one.guard.phase
+        assert latest.health == one.health
         probabilities = logits.softmax(1)
         entropy = -(probabilities * probabilities.log()).sum(1).mean()
         torch.testing.assert_close(torch.tensor(latest.entropy), entropy)
     assert [r.batch for r in kept.records] == [1, 2, 3, 4, 5, 6]
     assert {r.rows for r in kept.records} == {8}
+    assert len({r.health for r in kept.records}) > 2  # some of the batches are checked
     events = [event for record in kept.records for event in record.events]
     assert events == one.guard.events
     with one.frozen():
@@ -92,6 +94,8 @@ def test_without_a_guard_the_phase_is_off():
     kept = Kept()
     adapted(kept, guard=None)(BATCHES[0])
     assert kept.records[0].phase == "off"
+    assert kept.records[0].health is None
+    assert not [name for name in fata.callbacks.numbers(kept.records[0]) if "health" in name]
 
 
 def test_weights_and_biases_and_mlflow_are_called(monkeypatch):
@@ -115,6 +119,10 @@ def test_weights_and_biases_and_mlflow_are_called(monkeypatch):
     assert logged[0][2]["fata/phase"] == "adapting"
     assert logged[1][2]["fata/rows"] == 8
     assert all(isinstance(value, float) for value in logged[1][2].values())
+    for _, _, found in logged[2:]:
+        assert found["fata/health_source"] == one.health.source
+        assert found["fata/health_adapted"] == one.health.adapted
+        assert found["fata/health_gain"] == one.health.gain
 
 
 def test_tensorboard_reads_what_is_written(tmp_path):
@@ -141,3 +149,6 @@ def test_prometheus_metrics_are_counted():
     text = client.generate_latest(registry).decode()
     assert 'fata_images_total{stream="door"} 48.0' in text
     assert 'fata_entropy{stream="door"}' in text
+    for model in ("source", "adapted"):
+        found = registry.get_sample_value("fata_health", {"stream": "door", "model": model})
+        assert found == getattr(one.health, model)

@@ -16,6 +16,7 @@ __all__ = ["Callback", "MLflow", "Prometheus", "StepRecord", "TensorBoard", "Wei
 def numbers(record: StepRecord) -> dict[str, float]:
     """What is logged of a batch, by name."""
     selected = {f"fata/selected_{term}": float(n) for term, n in record.selected.items()}
+    health = record.health.as_dict() if record.health else {}
     return {
         "fata/rows": float(record.rows),
         "fata/entropy": record.entropy,
@@ -23,6 +24,7 @@ def numbers(record: StepRecord) -> dict[str, float]:
         "fata/source_predicted": float(record.source_predicted),
         "fata/guard_events": float(len(record.events)),
         **selected,
+        **{f"fata/health_{name}": number for name, number in health.items()},
         **({} if record.loss is None else {"fata/loss": record.loss}),
     }
 
@@ -100,6 +102,7 @@ class Prometheus:
         self._selected = Counter("fata_selected_rows", "Rows selected.", [*by, "term"], **given)
         self._events = Counter("fata_guard_events", "Actions.", [*by, "action"], **given)
         self._source = Gauge("fata_source_predicted", "1: the source model's.", by, **given)
+        self._health = Gauge("fata_health", "Estimated accuracy.", [*by, "model"], **given)
         self._stream = stream
 
     def on_step(self, record: StepRecord) -> None:
@@ -109,6 +112,9 @@ class Prometheus:
         self._source.labels(self._stream).set(record.source_predicted)
         if record.loss is not None:
             self._loss.labels(self._stream).set(record.loss)
+        if record.health is not None:
+            self._health.labels(self._stream, "source").set(record.health.source)
+            self._health.labels(self._stream, "adapted").set(record.health.adapted)
         for term, rows in record.selected.items():
             self._selected.labels(self._stream, term).inc(rows)
         for event in record.events:

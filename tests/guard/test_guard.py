@@ -246,8 +246,16 @@ def test_a_guarded_cell_is_another_cell_and_tells_what_was_done():
     guarded = dataclasses.replace(free, guard=True)
     runner = CellRunner()
     assert key(runner.protocol(free)) != key(runner.protocol(guarded))
-    assert runner.run(free, lambda *_: None)["guard"] is None
+    plain = runner.run(free, lambda *_: None)
+    assert plain["guard"] is plain["health"] is None
     result = runner.run(guarded, lambda *_: None)
+    health = result["health"]
+    assert health["curve"]["batch"] == result["curve"]["batch"] == [1, 2, 3, 4, 5, 6]
+    assert health["curve"]["adapted"][0] == pytest.approx(health["curve"]["source"][0], abs=0.01)
+    for name in ("source", "adapted", "predicted"):
+        assert health[name] == pytest.approx(sum(health["curve"][name]) / 6)
+        assert all(0 <= percent <= 100 for percent in health["curve"][name])
+    assert health["predicted"] != health["adapted"]  # the source model took over
     assert [event["action"] for event in result["guard"]]
     assert result["counts"]["rows_source"] > 0
 

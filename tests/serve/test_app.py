@@ -24,6 +24,7 @@ from serving import (
 
 import fata
 from fata.serve.access import Token
+from fata.serve.history import CLASSES, POINTS, History
 from fata.serve.limits import Limits
 from fata.serve.scheduler import Gathering
 
@@ -170,11 +171,23 @@ def test_streams_are_managed(tmp_path):
         assert one.delete(STREAM).status_code == 204
         for call in (one.get, one.delete):
             assert "no such stream" in error(call(STREAM), 404)
-        assert "no such stream" in error(one.post(f"{STREAM}/reset"), 404)
-        for wrong in ({"frozen": None}, {"frozen": 1}, {"lr": -1}, {"other": 1}, []):
-            error(one.put(STREAM, json=wrong), 422)
+        for action in ("reset", "freeze", "unfreeze"):
+            assert "no such stream" in error(one.post(f"{STREAM}/{action}"), 404)
+        for wrong in ({"frozen": None}, {"frozen": 1}, {"lr": -1}):
+            assert next(iter(wrong)) in error(one.put(STREAM, json=wrong), 422)
+        assert "other: unknown; choose from frozen, lr" in error(
+            one.put(STREAM, json={"other": 1}), 422
+        )
+        kind = {"content-type": "application/json"}
+        assert "finite" in error(one.put(STREAM, content=b'{"lr": 1e999}', headers=kind), 422)
+        for body in (b"", b"{", b"[]", b"{'frozen': true}"):
+            assert '{"frozen": true}' in error(one.put(STREAM, content=body, headers=kind), 422)
         for wrong in ("deyo+fato", "os:System", "auto"):  # nothing is imported
             assert "sar+fata" in error(one.put(STREAM, json={"method": wrong}), 422)
+        error(one.put(f"{STREAM}/state", content=b"none"), 422)
+        empty = {"content": b"", "headers": {"content-type": "image/png"}}
+        error(one.post(f"{STREAM}/predict", **empty), 422)
+        assert one.get("/v1/streams").json() == {"streams": [], "total": 0}
     assert [path.name for path in tmp_path.iterdir()] == [".lease"]
 
 
@@ -444,6 +457,53 @@ def test_metrics_are_by_stream_up_to_a_limit():
         assert 'stream="c"' in one.get("/metrics").text
 
 
+def test_metrics_have_the_health_of_some_streams_and_the_mean_of_the_others():
+    from fata.serve.metrics import Metrics
+
+    metrics = Metrics(1)
+    with client(metrics=metrics) as one:
+        for seed, name in enumerate(("a", "b", "c")):
+            predict(one, name, pixels(4, seed))
+        found = {name: one.get(f"/v1/streams/{name}").json()["health"] for name in ("a", "b", "c")}
+        assert len({health["source"] for health in found.values()}) == 3
+
+        def read(stream, model):
+            given = {"stream": stream, "model": model}
+            return metrics.registry.get_sample_value("fata_health", given)
+
+        for model in ("source", "adapted"):
+            assert read("a", model) == found["a"][model]
+            mean = (found["b"][model] + found["c"][model]) / 2
+            assert read("other", model) == pytest.approx(mean)
+            assert read("b", model) is None
+        one.post("/v1/streams/b/reset")
+        assert read("other", "source") == found["c"]["source"]
+        one.delete("/v1/streams/c")
+        assert read("other", "source") is None
+
+
+def test_the_health_of_a_stream_is_told_where_it_is_asked_for(tmp_path):
+    batches = pixels(48).split(4)
+    alone = adapter()
+    with client(folder=tmp_path) as one:
+        one.put(STREAM, json={})
+        assert one.get(STREAM).json()["health"] is None
+        for batch in batches:
+            alone(batch)
+            told = predict(one, "camera-7", batch).json()["health"]
+            assert told == alone.health.as_dict()
+            assert told["gain"] == told["adapted"] - told["source"]
+        assert one.get(STREAM).json()["health"] == told
+        assert one.get("/v1/streams").json()["streams"][0]["health"] == told
+        assert one.get(f"{STREAM}/history").json()["points"][-1]["health"] == told
+    with client(folder=tmp_path) as one:  # it is part of the state
+        assert one.get(STREAM).json()["health"] == told
+        one.post(f"{STREAM}/freeze")
+        assert predict(one, "camera-7", batches[0]).json()["health"] == told
+        one.post(f"{STREAM}/reset")
+        assert one.get(STREAM).json()["health"] is None
+
+
 def test_the_history_sums_up_batches_and_images_are_kept_only_if_asked():
     with client(keep_images=True) as one:
         for _ in range(20):
@@ -459,6 +519,18 @@ def test_the_history_sums_up_batches_and_images_are_kept_only_if_asked():
         assert "--show-images" in error(one.get(f"{STREAM}/images"), 404)
 
 
+def test_the_history_of_a_stream_of_many_classes_stays_small():
+    history = History()
+    for start in range(0, 6000, 64):
+        labels = [start, start, *range(start, start + 62)]
+        history.add(None, labels, [0.5] * 64)
+        assert history.points[-1].shown()["classes"][str(start)] == 3 / 64
+    assert len(history.points) == POINTS
+    kept = [len(point.classes) for point in history.points]
+    assert kept[:-1] == [CLASSES] * (POINTS - 1)
+    assert history.points[-2].shown()["classes"][str(start - 64)] == 3 / 64
+
+
 def test_the_interface_is_described():
     with client() as one:
         paths = one.get("/openapi.json").json()["paths"]
@@ -469,6 +541,23 @@ def test_the_interface_is_described():
         "multipart/form-data"
         in paths["/v1/streams/{stream}/predict"]["post"]["requestBody"]["content"]
     )
+
+
+def test_the_interface_asks_for_a_token_where_one_is_needed():
+    with client(TOKENS) as one:
+        schema = one.get("/openapi.json").json()
+        assert one.get("/openapi.json").json() == schema
+    assert schema["components"]["securitySchemes"]["token"] == {"type": "http", "scheme": "bearer"}
+    assert schema["security"] == [{"token": []}]
+    free = {path for path, of in schema["paths"].items() if of.get("get", {}).get("security") == []}
+    with client(TOKENS) as one:
+        for path in schema["paths"]:
+            if "{" not in path:
+                assert (one.get(path).status_code == 200) == (path in free), path
+    with client() as one:
+        schema = one.get("/openapi.json").json()
+    assert "security" not in schema
+    assert "securitySchemes" not in schema["components"]
 
 
 def test_the_pages_refer_to_no_other_host():

@@ -79,6 +79,19 @@ def test_the_page_shows_streams_and_its_buttons_work(browser):
         assert shown[-1] == "others"
         assert set(shown[:-1]) <= set(NAMES)
         assert len(texts(browser, "#curves polyline")) == 2
+        health = made.describe("camera-7")["health"]
+        told = find(browser, "#health").text
+        assert f"adapted model {100 * health['adapted']:.1f} %" in told
+        assert f"source model {100 * health['source']:.1f} %" in told
+        assert len(texts(browser, "#accuracy polyline")) == 2
+        ends = browser.execute_script(
+            "return [...document.querySelectorAll('#accuracy polyline')]"
+            ".map(line => line.points[line.points.numberOfItems - 1].y)"
+        )
+        expected = [118 - 116 * health[model] for model in ("adapted", "source")]
+        assert ends == pytest.approx(expected, abs=0.01)
+        by = made.summary("camera-7")["predicted_by"]
+        assert texts(browser, "#streams tr:first-child td")[4] == f"{100 * health[by]:.1f} %"
         until(browser, lambda: len(texts(browser, "#images figure")) == 12)
         assert find(browser, "#images img").get_property("naturalWidth") == 16
         find(browser, "#freeze").click()
@@ -89,6 +102,8 @@ def test_the_page_shows_streams_and_its_buttons_work(browser):
         find(browser, "#reset").click()
         browser.switch_to.alert.accept()
         until(browser, lambda: " 0 images seen" in find(browser, "#facts").text)
+        assert find(browser, "#health").text.startswith("None")
+        assert not find(browser, "#accuracy").is_displayed()
         assert made.describe("camera-7")["batches"] == 0
         made.delete("camera-8")
         until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
@@ -107,12 +122,15 @@ def test_images_are_not_shown_by_default(browser):
 
 
 def test_a_thousand_streams_are_listed_and_searched(browser):
-    with page(browser, limits=Limits(streams=1000)) as made:
+    with page(browser, limits=Limits(streams=1001)) as made:
         for number in range(1000):
             made.admit(f"camera-{number:04}")
         learn(made, "camera-0500", 1)
         until(browser, lambda: len(texts(browser, "#streams tr")) == 1000)
         assert find(browser, "#total").text == "1,000 streams"
+        made.admit("door")
+        listed = "1,001 streams, the first 1,000 listed"
+        until(browser, lambda: find(browser, "#total").text == listed)
         find(browser, "#search").send_keys("-05")
         until(browser, lambda: len(texts(browser, "#streams tr")) == 100)
         browser.execute_script("document.querySelector('#streams button').click()")
@@ -127,6 +145,11 @@ def test_a_token_is_asked_for_and_names_are_text(browser):
         find(browser, "#token").send_keys(TOKEN)
         until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
         until(browser, lambda: not find(browser, "#error").is_displayed())
+        browser.refresh()  # it is kept in this tab
+        until(browser, lambda: texts(browser, "#streams button") == ["camera-7"])
+        find(browser, "#token").send_keys("-more")
+        until(browser, lambda: "not valid" in find(browser, "#error").text)
+        browser.execute_script("sessionStorage.clear()")
 
 
 def test_the_interface_is_shown_without_a_network(browser):
@@ -142,6 +165,28 @@ def test_the_interface_is_shown_without_a_network(browser):
         assert hosts
         assert set(hosts) == {browser.execute_script("return location.host")}
         assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
+        assert texts(browser, ".authorize") == []
+
+
+def test_the_interface_takes_a_token(browser):
+    pytest.importorskip("fastapi_offline", reason="has the scripts of /docs")
+    with page(browser, [Token(TOKEN)]):
+        browser.get(f"{browser.current_url}docs")
+        until(browser, lambda: texts(browser, ".authorize"))
+        find(browser, "button.authorize").click()
+        until(browser, lambda: texts(browser, ".auth-container input"))
+        find(browser, ".auth-container input").send_keys(TOKEN)
+        find(browser, ".auth-btn-wrapper .authorize").click()
+        find(browser, ".auth-btn-wrapper .btn-done").click()
+        list_ = "[id$='streams_v1_streams_get']"
+        find(browser, f"{list_} button").click()
+        until(browser, lambda: texts(browser, f"{list_} .try-out__btn"))
+        find(browser, f"{list_} .try-out__btn").click()
+        until(browser, lambda: texts(browser, f"{list_} .execute"))
+        find(browser, f"{list_} .execute").click()
+        answered = f"{list_} .live-responses-table .response"
+        until(browser, lambda: texts(browser, answered))
+        assert "200" in find(browser, answered).text
 
 
 def test_a_phone_shows_all_without_scrolling_sideways(browser):

@@ -8,12 +8,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fata.bench import paired
+from fata.guard.health import Health
 
 POINTS = 100  # of a curve
 BINS = 50  # of the histogram of entropies
@@ -90,8 +92,7 @@ def by_class(rows: Rows, classes: int, selected: dict[str, Tensor]) -> dict[str,
 
 def curve(rows: Rows, selected: dict[str, Tensor], ends: Sequence[int]) -> dict[str, Any]:
     """At most a hundred points, each the mean over the batches since the one before."""
-    step = math.ceil(len(ends) / POINTS)
-    batches = [min(batch, len(ends)) for batch in range(step, len(ends) + step, step)]
+    batches = _places(len(ends))
     parts = [slice(*two) for two in pairwise([0, *(ends[batch - 1] for batch in batches)])]
     return {
         "batch": batches,
@@ -104,6 +105,33 @@ def curve(rows: Rows, selected: dict[str, Tensor], ends: Sequence[int]) -> dict[
             for n, on in selected.items()
         },
     }
+
+
+def health(estimates: Sequence[tuple[Health, bool]]) -> dict[str, Any] | None:
+    """The estimated accuracies after each batch in percent: means over the stream, and curves.
+
+    Args:
+        estimates: the guard's, and whether the source model predicted the batch; empty: no guard.
+    """
+    if not estimates:
+        return None
+    known = {
+        "source": [100 * health.source for health, _ in estimates],
+        "adapted": [100 * health.adapted for health, _ in estimates],
+    }
+    pairs = zip(estimates, known["source"], known["adapted"], strict=True)
+    known["predicted"] = [source if by else adapted for (_, by), source, adapted in pairs]
+    batches = _places(len(estimates))
+    parts = [slice(*two) for two in pairwise([0, *batches])]
+    lines = {name: [fmean(some[part]) for part in parts] for name, some in known.items()}
+    means = {name: fmean(some) for name, some in known.items()}
+    return {**means, "curve": {"batch": batches, **lines}}
+
+
+def _places(batches: int) -> list[int]:
+    """The batches after which a curve has its points."""
+    step = math.ceil(batches / POINTS)
+    return [min(batch, batches) for batch in range(step, batches + step, step)]
 
 
 def entropies(rows: Rows, classes: int) -> dict[str, list[int]]:

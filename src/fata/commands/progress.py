@@ -65,7 +65,9 @@ class ProgressDisplay:
         if not console.is_terminal:
             collapsed = "" if result["collapsed_at"] is None else ", collapsed"
             left_out = f", {result['damaged']} damaged left out" if result["damaged"] else ""
-            accuracy = f"{result['accuracy']:.2f} %{collapsed}{left_out}"
+            health = result.get("health")
+            estimated = f" (estimated {health['predicted']:.2f} %)" if health else ""
+            accuracy = f"{result['accuracy']:.2f} %{estimated}{collapsed}{left_out}"
             say(f"{self.finished}/{self.total} {task.cell}: {accuracy}{self._by(task)}")
 
     def failed(self, task: Task, why: str) -> None:

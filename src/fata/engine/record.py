@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fata.engine.engine import Engine
 from fata.guard.events import Event
+from fata.guard.health import Health
 from fata.methods.losses import entropy
 
 
@@ -30,6 +31,7 @@ class StepRecord:
         loss: what was minimised: the sum of the terms' weighted means, without EATA's penalty; for
             SAR at the ascent point; in a group, this rank's share. None: no step was taken, or one
             of CoTTA or MEMO.
+        health: estimated accuracies as of the guard's last check; None: no guard, or no check yet.
     """
 
     batch: int
@@ -41,6 +43,7 @@ class StepRecord:
     source_predicted: bool
     events: tuple[Event, ...] = ()
     loss: float | None = None
+    health: Health | None = None
 
 
 class Callback(Protocol):
@@ -66,4 +69,5 @@ def record(engine: Engine, logits: Tensor, learned: bool = True) -> StepRecord:
         source_predicted=engine.source_predicted,
         events=tuple(latest),
         loss=engine.loss.item() if learned and engine.loss is not None else None,
+        health=engine.watch.health if engine.watch else None,
     )

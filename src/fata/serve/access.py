@@ -60,6 +60,11 @@ class Access:
     def __init__(self, tokens: Sequence[Token] = ()) -> None:
         self._tokens = list(tokens)
 
+    @property
+    def needs_token(self) -> bool:
+        """Whether a request needs one."""
+        return bool(self._tokens)
+
     def token(self, authorization: str | None) -> Token:
         """The token of a request, by its header; raises `ServiceError` without a valid one."""
         if not self._tokens:

@@ -56,6 +56,8 @@ STATE = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+ANYBODY: dict[str, Any] = {"security": []}  # needs no token
+SETTINGS = ", ".join(schemas.StreamChange.model_fields)
 ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": schemas.Failure} for code in (401, 403, 404, 409, 413, 422, 429, 503)
 }
@@ -78,11 +80,26 @@ def create_app(service: Service, access: Access) -> FastAPI:
         redoc_url=None,
         responses=ERRORS,
     )
+    if access.needs_token:
+        _describe_tokens(app)
     _handle_errors(app)
     _add_pages(app, service, access)
     _add_streams(app, service, access)
     _add_management(app, service, access)
     return app
+
+
+def _describe_tokens(app: FastAPI) -> None:
+    """The description asks for a bearer token, so the page at /docs has a field for it."""
+    plain = app.openapi
+
+    def described() -> dict[str, Any]:
+        schema = plain()
+        schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"token": []}]
+        return schema
+
+    app.openapi = described  # type: ignore[method-assign]
 
 
 def _handle_errors(app: FastAPI) -> None:
@@ -104,6 +121,11 @@ def _handle_errors(app: FastAPI) -> None:
     async def _(_: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"][1:])
+        if first["type"] == "extra_forbidden":
+            return failure(ServiceError(422, f"{where}: unknown; choose from {SETTINGS}."))
+        if first["loc"] == ("body",) or first["type"] == "json_invalid":
+            example = '{"frozen": true}'
+            return failure(ServiceError(422, f"the body: give JSON with {SETTINGS}: {example}."))
         return failure(ServiceError(422, f"{where}: {first['msg']}."))
 
 
@@ -117,12 +139,12 @@ Authorization = Annotated[str | None, Depends(_authorization)]
 def _add_pages(app: FastAPI, service: Service, access: Access) -> None:
     """The page, metrics and probes."""
 
-    @app.get("/healthz", tags=["probes"])
+    @app.get("/healthz", tags=["probes"], openapi_extra=ANYBODY)
     async def healthz() -> dict[str, str]:
         """The process is alive."""
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["probes"])
+    @app.get("/readyz", tags=["probes"], openapi_extra=ANYBODY)
     async def readyz() -> dict[str, str]:
         """Predictions are possible."""
         if not service.ready:
@@ -171,7 +193,7 @@ def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
         """
         access.check(authorization, stream)
         start = time.monotonic()
-        service.admit(stream)
+        service.check(stream)
         pixels = await _pixels(request, service)
         outcome = await asyncio.wrap_future(service.submit(stream, pixels))
         service.metrics.seconds.observe(time.monotonic() - start)
@@ -255,13 +277,13 @@ def _add_management(app: FastAPI, service: Service, access: Access) -> None:
     async def freeze(stream: str, authorization: Authorization) -> None:
         """Predict without learning from now on."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.configure, stream, frozen=True)
+        await asyncio.to_thread(service.freeze, stream, True)
 
     @app.post(f"{STREAM}/unfreeze", status_code=204, tags=["streams"])
     async def unfreeze(stream: str, authorization: Authorization) -> None:
         """Learn again."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.configure, stream, frozen=False)
+        await asyncio.to_thread(service.freeze, stream, False)
 
     @app.get(f"{STREAM}/state", tags=["streams"], response_class=Response)
     async def download(stream: str, authorization: Authorization) -> Response:
@@ -323,6 +345,7 @@ def _predictions(
         "predicted_by": "source" if record is None or record.source_predicted else "adapted",
         "phase": record.phase if record else None,
         "batch": record.batch if record else None,
+        "health": record.health.as_dict() if record and record.health else None,
         "learned": outcome.learned,
         "note": outcome.note,
     }

@@ -40,6 +40,21 @@ class Guess:
 
 
 @dataclass(frozen=True)
+class Health:
+    """Estimated accuracies of a stream's latest images, from 0 to 1.
+
+    Args:
+        source: of the source model.
+        adapted: of the adapted model.
+        gain: of the adapted model over the source model.
+    """
+
+    source: float
+    adapted: float
+    gain: float
+
+
+@dataclass(frozen=True)
 class Predictions:
     """What the service predicts.
 
@@ -51,6 +66,7 @@ class Predictions:
         batch: number of the stream's batch; None if the step failed.
         learned: whether the images were learned from.
         note: why not: `frozen`, `deadline` or `failed`; or None.
+        health: as of the guard's last check; None: no guard, no check yet, or the step failed.
     """
 
     stream: str
@@ -60,6 +76,7 @@ class Predictions:
     batch: int | None
     learned: bool
     note: str | None
+    health: Health | None = None
 
     @property
     def labels(self) -> list[int]:
@@ -95,10 +112,12 @@ class Client:
         kind, body = _body(images)
         path = f"{_path(stream)}/predict?{urlencode({'top': top})}"
         found = json.loads(self._request("POST", path, body, kind))
+        health = found.get("health")  # which older services do not send
         return Predictions(
             found["stream"],
             [[Guess(**guess) for guess in image["top"]] for image in found["predictions"]],
             **{n: found[n] for n in ("predicted_by", "phase", "batch", "learned", "note")},
+            health=Health(**health) if health else None,
         )
 
     def streams(self, search: str = "") -> list[dict[str, Any]]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
+from statistics import fmean
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from fata.engine.record import StepRecord
+from fata.guard.health import Health
 
 PHASES = ("adapting", "aside", "rest", "off")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -41,6 +43,8 @@ class Metrics:
         self.phases = Gauge(
             "fata_stream_phase", "1 for the guard's phase.", ["stream", "phase"], registry=registry
         )
+        self._health: dict[str, Health] = {}  # by stream
+        registry.register(_Estimates(self._health, self._named))
         self.failures = Counter("fata_failed_steps", "Steps that failed.", registry=registry)
         self.late = Counter(
             "fata_late_images", "Images past the deadline, not learned.", registry=registry
@@ -79,6 +83,10 @@ class Metrics:
             return
         for term, count in record.selected.items():
             self.selected.labels(label, term).inc(count)
+        if record.health:
+            self._health[stream] = record.health
+        else:
+            self._health.pop(stream, None)
         for event in record.events:
             self.events.labels(event.action).inc()
         if label != OTHER:
@@ -87,10 +95,15 @@ class Metrics:
 
     def forget(self, stream: str) -> None:
         """The stream is gone: another one may have metrics of its own."""
+        self._health.pop(stream, None)
         if stream in self._named:
             self._named.discard(stream)
             for metric in (self.images, self.selected, self.phases):
                 metric.remove_by_labels({"stream": stream})
+
+    def restart(self, stream: str) -> None:
+        """The stream is at the source weights again: nothing was checked there."""
+        self._health.pop(stream, None)
 
     def watch(self, name: str, what: str, read: Callable[[], float], total: bool = False) -> None:
         """A number that is read when the metrics are; `total`: one that only grows."""
@@ -99,6 +112,26 @@ class Metrics:
     def text(self) -> bytes:
         """As Prometheus reads them."""
         return generate_latest(self.registry)
+
+
+class _Estimates(Collector):
+    """Estimated accuracies: of each stream with metrics of its own, and the mean of the others."""
+
+    def __init__(self, health: Mapping[str, Health], named: Container[str]) -> None:
+        self._health, self._named = health, named
+
+    def collect(self) -> Iterable[Metric]:
+        """As of the last check of each stream."""
+        found: dict[str, list[Health]] = {}
+        for stream, health in dict(self._health).items():  # a copy: another thread adds to it
+            label = stream if stream in self._named else OTHER
+            found.setdefault(label, []).append(health)
+        what = "Estimated accuracy, from 0 to 1; of other streams the mean."
+        family = GaugeMetricFamily("fata_health", what, labels=["stream", "model"])
+        for label, some in found.items():
+            family.add_metric([label, "source"], fmean(health.source for health in some))
+            family.add_metric([label, "adapted"], fmean(health.adapted for health in some))
+        yield family
 
 
 class _Read(Collector):

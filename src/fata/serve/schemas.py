@@ -21,6 +21,14 @@ class Prediction(BaseModel):
     top: list[Guess]
 
 
+class Health(BaseModel):
+    """Estimated accuracies on the latest images, from 0 to 1, as of the guard's last check."""
+
+    source: float = Field(description="Of the source model.")
+    adapted: float = Field(description="Of the adapted model.")
+    gain: float = Field(description="Of the adapted model over the source model.")
+
+
 class Predictions(BaseModel):
     """What is predicted for the images of a request, in their order."""
 
@@ -29,6 +37,7 @@ class Predictions(BaseModel):
     predicted_by: Literal["adapted", "source"]
     phase: str | None = Field(description="The guard's phase; null if the step failed.")
     batch: int | None = Field(description="Number of the stream's batch; null if the step failed.")
+    health: Health | None = Field(description="Null without a guard, or before its first check.")
     learned: bool
     note: Literal["frozen", "deadline", "failed"] | None = Field(
         default=None, description="Why the images were not learned from."
@@ -41,7 +50,9 @@ class StreamChange(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     frozen: bool | None = None
-    lr: float | None = Field(default=None, gt=0, description="Learning rate; null: the server's.")
+    lr: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="Learning rate; null: the server's."
+    )
     method: str | None = Field(default=None, description="Such as sar+fata; null: the server's.")
 
 
@@ -53,6 +64,7 @@ class StreamSummary(BaseModel):
     last: float = Field(description="Last request, in seconds since 1970; 0: none.")
     phase: str | None
     predicted_by: Literal["adapted", "source"] | None
+    health: Health | None = Field(description="Null without a guard, or before its first check.")
 
 
 class StreamList(BaseModel):
@@ -81,6 +93,7 @@ class Point(BaseModel):
     source: float = Field(description="Share that the source model predicted.")
     confidence: float = Field(description="Mean of the largest probability.")
     classes: dict[str, float] = Field(description="Shares of the most frequent labels.")
+    health: Health | None = Field(description="At its last batch.")
 
 
 class Points(BaseModel):

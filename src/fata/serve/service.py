@@ -81,19 +81,37 @@ class Service:
         self._rate.check(name)
         return self._scheduler.submit(name, pixels)
 
-    def admit(self, name: str) -> None:
+    def check(self, name: str) -> None:
         """Raise `ServiceError` for what is no name, and for one stream too many."""
         if not NAME.fullmatch(name):
             raise ServiceError(
                 422, "a stream's name has at most 128 letters, digits, '.', '_' and '-'."
             )
+        full = len(self._known) >= self.limits.streams
+        if full and name not in self._known and name not in self.fleet:
+            raise ServiceError(429, f"too many streams: at most {self.limits.streams}.", 60)
+
+    def admit(self, name: str) -> bool:
+        """Make a stream known, if it may be; returns whether it is new."""
         with self._lock:
-            if name in self._known:
-                return
-            if len(self._known) >= self.limits.streams and name not in self.fleet:
-                raise ServiceError(429, f"too many streams: at most {self.limits.streams}.", 60)
+            self.check(name)
+            new = name not in self._known
             self._known.add(name)
-        log.info("new stream", extra={"stream": name})
+        if new:
+            log.info("new stream", extra={"stream": name})
+        return new
+
+    @contextmanager
+    def _admitted(self, name: str) -> Iterator[None]:
+        """A stream that is new stays unknown if what it is made by fails."""
+        new = self.admit(name)
+        try:
+            yield
+        except Exception:
+            if new and name not in self.fleet:
+                with self._lock:
+                    self._known.discard(name)
+            raise
 
     def _placed(self, pixels: Tensor) -> Tensor:
         return self.loaded.preprocess.normalise(pixels.to(self._device))
@@ -110,8 +128,10 @@ class Service:
         self.metrics.add(name, len(pixels), outcome.record, seconds)
         if outcome.note == "deadline":
             self.metrics.late.inc(len(pixels))
-        for event in outcome.record.events if outcome.record else ():
-            log.info("guard", extra={"stream": name, "event": asdict(event)})
+        record = outcome.record
+        for event in record.events if record else ():
+            health = record.health.as_dict() if record and record.health else None
+            log.info("guard", extra={"stream": name, "event": asdict(event), "health": health})
 
     # -- streams ------------------------------------------------------------------------------
 
@@ -133,6 +153,7 @@ class Service:
             watch = adapter.guard
             phase = watch.phase if watch else "off"
             events = [asdict(event) for event in watch.events[-EVENTS:]] if watch else []
+            health = adapter.health.as_dict() if adapter.health else None
             method, counts, batches = adapter.name, adapter.counts, adapter._live().state.batches
         return {
             **self.summary(name),
@@ -140,6 +161,7 @@ class Service:
             "frozen": settings.frozen,
             "lr": settings.lr,
             "phase": phase,
+            "health": health,
             "batches": batches,
             "counts": counts,
             "events": events,
@@ -162,13 +184,17 @@ class Service:
 
     def configure(self, name: str, **changes: Any) -> None:
         """Create a stream, or change whether it is frozen, its rate or its method."""
-        self.admit(name)
         try:
-            with _told():
+            with self._admitted(name), _told():
                 self.fleet.configure(name, **changes)
         except ValueError as error:
             raise ServiceError(422, str(error)) from error
         log.info("configured", extra={"stream": name, "changes": changes})
+
+    def freeze(self, name: str, frozen: bool) -> None:
+        """Stop or resume learning from a stream."""
+        self._check_known(name)
+        self.configure(name, frozen=frozen)
 
     def reset(self, name: str) -> None:
         """Restart a stream from the source weights; also one whose state is damaged."""
@@ -176,6 +202,7 @@ class Service:
         with _told():
             self.fleet.restart(name)
         self._histories.pop(name, None)
+        self.metrics.restart(name)
         log.info("reset", extra={"stream": name})
 
     def delete(self, name: str) -> None:
@@ -198,8 +225,7 @@ class Service:
 
     def upload(self, name: str, content: bytes) -> None:
         """Continue a stream from a state; nothing changes if it does not belong here."""
-        self.admit(name)
-        with tempfile.TemporaryDirectory() as folder:
+        with self._admitted(name), tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state.safetensors"
             path.write_bytes(content)
             try:

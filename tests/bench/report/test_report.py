@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from fata.bench.report.figures import MEAN, domains, figures
 from fata.bench.report.page import page
+from fata.bench.report.remarks import remarks
+from fata.bench.report.rows import rows
 from fata.bench.report.tables import AVERAGE, comparisons, domain_name
 from fata.bench.store import Store
 from fata.commands import console
@@ -436,6 +438,38 @@ def test_one_domain_alone_is_shown_at_once(store):
     (table,) = comparisons(one)
     shown = {trace["meta"] for trace in figures(table)["Accuracy over the stream"].data}
     assert shown == {places[0]}
+
+
+def test_estimates_of_accuracy_are_shown_where_there_are_some(store):
+    """A store of an older version has none, and reads as before."""
+    (table,) = comparisons(store)
+    title = "Estimated accuracy over the stream"
+    assert title not in figures(table)
+    assert not [line for line in remarks(table) if "estimates" in line]
+    assert {row["estimated_accuracy"] for row in rows([table])} == {None}
+    records = list(store)
+    some = [r for r in records if r.protocol["method"] == "tent" and r.protocol["seed"] == 0]
+    for record, error in zip(some, (2.0, -3.0, 4.0), strict=True):
+        curve = {name: [30.0, 40.0] for name in ("source", "adapted", "predicted")}
+        record.result["health"] = {
+            "source": 30.0,
+            "adapted": 35.0,
+            "predicted": record.result["accuracy"] + error,
+            "curve": {"batch": [1, 2], **curve},
+        }
+    (table,) = comparisons(records)
+    figure = figures(table)[title]
+    assert {trace["name"] for trace in figure.data} == {"tent"}
+    solid, dashed = (t for t in figure.data if t["meta"] == "fog")
+    assert solid["y"] == [30.0, 40.0]
+    assert "dash" not in solid["line"]
+    assert dashed["y"] == [56.0, 56.0]
+    assert dashed["line"]["dash"] == "dash"
+    (told,) = [line for line in remarks(table) if "estimates" in line]
+    assert "off by 3.0 pp on average (3 streams with a guard, at most 4.0 pp)" in told
+    known = [row for row in rows([table]) if row["estimated_accuracy"] is not None]
+    assert [(row["method"], row["seed"]) for row in known] == [("tent", 0)] * 3
+    assert {(row["estimated_source"], row["estimated_adapted"]) for row in known} == {(30.0, 35.0)}
 
 
 def test_crosses_show_where_a_guard_stepped_in(store):

@@ -357,6 +357,10 @@ def test_a_line_says_whose_cell_it_was(tmp_path, cells, runner, monkeypatch):
     show.workers_changed({"node-a:1": one})
     show.done(one, {"accuracy": 50.0, "collapsed_at": None, "damaged": 0})
     assert written.getvalue() == f"1/5 {one.cell}: 50.00 %, by node-a:1\n"
+    health = {"source": 40.0, "adapted": 47.5, "predicted": 47.5}
+    show.done(one, {"accuracy": 50.0, "collapsed_at": None, "damaged": 0, "health": health})
+    assert "2/5" in written.getvalue()
+    assert "50.00 % (estimated 47.50 %), by node-a:1" in written.getvalue()
 
 
 # -- shares -------------------------------------------------------------------------------------

@@ -97,6 +97,13 @@ def figures(comparison: Comparison) -> dict[str, Figure]:
         "Accuracy over the stream": accuracy_over_time(by_name, shades),
         "Entropy over the stream": _over_time(by_name, shades, "entropy", "mean entropy, nats"),
     }
+    estimated = {
+        name: some
+        for name, records in by_name.items()
+        if (some := [r for r in records if r.result.get("health")])
+    }
+    if estimated:
+        made["Estimated accuracy over the stream"] = _estimates(estimated, shades)
     if len(by_name) > 1:
         made["Accuracy against speed"] = _speed(by_name, shades)
     if selecting:
@@ -172,6 +179,21 @@ def _crosses(record: Record, what: str, name: str, colour: str) -> dict[str, Any
         "mode": "markers",
         "marker": {"symbol": "x", "size": 9, "color": colour},
     }
+
+
+def _estimates(by_name: Runs, colours: Colours) -> Figure:
+    """The guard's estimates, made without labels; what was measured is dashed."""
+    unit = "estimated (dashed: measured), %"
+    curves = [
+        _by_domain(by_name, colours, points, unit)
+        for points in (
+            lambda result: result["health"]["curve"]["predicted"],
+            lambda result: result["curve"]["accuracy"],
+        )
+    ]
+    for line in curves[1].data:
+        line["line"] = {**line["line"], **_DASH}
+    return curves[0]._replace(data=[line for curve in curves for line in curve.data])
 
 
 def _shares(by_name: Runs, colours: Colours, what: str, unit: str) -> Figure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from statistics import fmean
 
 from fata.bench.marks import FEW, UNADAPTED, marks, steps
 from fata.bench.report.names import labels
@@ -32,6 +33,7 @@ def remarks(comparison: Comparison) -> tuple[str, ...]:
         _unchanged(same),
         *_rare(named),
         _untuned(named),
+        _estimates(comparison.records),
         _without_source(comparison.records),
     )
     return tuple(filter(None, made))
@@ -123,6 +125,19 @@ def _untuned(named: Named) -> str:
     return (
         f"{_names(cells)}: the learning rate {rates} is not tuned for {model}, those of the others "
         f"are: fata tune finds one"
+    )
+
+
+def _estimates(records: Iterable[Record]) -> str:
+    """How far the guard's estimates are from what was measured."""
+    known = [r.result for r in records if r.result.get("health")]
+    if not known:
+        return ""
+    errors = [abs(one["health"]["predicted"] - one["accuracy"]) for one in known]
+    streams = "1 stream" if len(known) == 1 else f"{len(known):,} streams"
+    return (
+        f"the guard's estimates of accuracy, made without labels, are off by {fmean(errors):.1f} "
+        f"pp on average ({streams} with a guard, at most {max(errors):.1f} pp)"
     )
 
 

@@ -16,7 +16,8 @@ COLUMNS = (
     *("lr", "lr_origin", "batch_size", "window", "reset_every", "guard", "speed", "fisher"),
     *("fata", "spec"),
     *("settings", "images", "calibration_error", "seconds", "images_per_second", "selected"),
-    *("selected_fata", "stepped", "recovered", "collapsed_at", "peak_memory", "weights", "torch"),
+    *("selected_fata", "stepped", "recovered", "collapsed_at", "estimated_accuracy"),
+    *("estimated_source", "estimated_adapted", "peak_memory", "weights", "torch"),
     *("device", "finished", "key"),
 )
 
@@ -25,7 +26,9 @@ def rows(comparisons: Iterable[Comparison]) -> list[dict[str, Any]]:
     """Every cell by domain, in the order of the tables.
 
     `accuracy` is of the domain, all else of the cell: a stream of several domains is one cell.
-    `mark` is `collapsed`, `few steps` or `unchanged` (see `fata.bench.marks`), or empty.
+    The estimated accuracies are the guard's, without labels: of what was predicted, of the source
+    model and of the adapted one. `mark` is `collapsed`, `few steps` or `unchanged` (see
+    `fata.bench.marks`), or empty.
     """
     return [row for table in comparisons for row in _of_table(table)]
 
@@ -45,7 +48,7 @@ def _of_table(table: Comparison) -> list[dict[str, Any]]:
 def _row(table: Comparison, record: Record, name: str, mark: str) -> dict[str, Any]:
     protocol, result, here = record.protocol, record.result, record.circumstances
     counts = result.get("counts", {})
-    selected = counts.get("selected", {})
+    selected, health = counts.get("selected", {}), result.get("health") or {}
     return {
         "model": table.model,
         "data": table.data,
@@ -74,6 +77,9 @@ def _row(table: Comparison, record: Record, name: str, mark: str) -> dict[str, A
         "stepped": counts.get("stepped"),
         "recovered": counts.get("recovered"),
         "collapsed_at": result["collapsed_at"],
+        "estimated_accuracy": health.get("predicted"),
+        "estimated_source": health.get("source"),
+        "estimated_adapted": health.get("adapted"),
         "peak_memory": result.get("peak_memory"),
         "weights": protocol["weights"]["sha256"],
         "torch": here.get("torch"),

@@ -17,8 +17,9 @@ from fata.adapter import Adapter
 from fata.bench.cost import Macs, effective
 from fata.bench.run import memory
 from fata.bench.samples import samples
-from fata.bench.summary import Rows, summary
+from fata.bench.summary import Rows, health, summary
 from fata.data import Samples, Stream
+from fata.guard.health import Health
 from fata.methods.losses import entropy
 from fata.window import Window
 from fata.zoo import Loaded
@@ -46,6 +47,7 @@ def measure(
     parts: list[list[Tensor]] = []
     damaged: list[str] = []
     domains: list[str] = []  # of each row
+    estimates: list[tuple[Health, bool]] = []  # after each batch, if there is a guard
     compiled = adapter.compile_seconds
     clock = Clock(device, compiled)
     right = torch.zeros((), dtype=torch.int64, device=device)
@@ -60,6 +62,8 @@ def measure(
         clock.start()
         logits = predict(images)
         clock.stop(adapter.compile_seconds)
+        if adapter.guard and adapter.health:
+            estimates.append((adapter.health, adapter.guard.phase != "adapting"))
         parts.append(_columns(logits, batch.labels[part], adapter.selected))
         right = right + parts[-1][0].eq(parts[-1][1]).sum()
         damaged += batch.damaged
@@ -85,6 +89,7 @@ def measure(
         "damaged": len(damaged),
         "counts": counts,
         "guard": [dataclasses.asdict(e) for e in adapter.guard.events] if adapter.guard else None,
+        "health": health(estimates),
         "macs": dataclasses.asdict(effective(counts, *macs)),
         "seconds": sum(times),
         "compile_seconds": adapter.compile_seconds - compiled,

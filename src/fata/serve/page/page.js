@@ -18,8 +18,9 @@ async function ask(path, method = "GET") {
 }
 
 function show(error) {
+  const wrong = element("token").value ? "This token is not valid." : "Enter a token above.";
   element("error").hidden = !error;
-  element("error").textContent = error ? error.message : "";
+  element("error").textContent = error ? (error.status === 401 ? wrong : error.message) : "";
 }
 
 function set(node, text) {
@@ -33,12 +34,16 @@ function ago(seconds) {
   return past < 5400 ? `${Math.round(past / 60)} min ago` : `${Math.round(past / 3600)} h ago`;
 }
 
+function percent(share) {
+  return `${(100 * share).toFixed(1)} %`;
+}
+
 function row(name) {
   const line = document.createElement("tr");
   const button = document.createElement("button");
   button.textContent = name;
   button.addEventListener("click", () => choose(name));
-  line.append(...[0, 1, 2, 3, 4].map(() => document.createElement("td")));
+  line.append(...[0, 1, 2, 3, 4, 5].map(() => document.createElement("td")));
   line.cells[0].append(button);
   rows.set(name, line);
   return line;
@@ -47,7 +52,8 @@ function row(name) {
 async function list() {
   const search = encodeURIComponent(element("search").value);
   const { streams, total } = await ask(`v1/streams?limit=1000&search=${search}`);
-  set(element("total"), `${total.toLocaleString("en")} stream${total === 1 ? "" : "s"}`);
+  const listed = streams.length < total ? `, the first ${streams.length.toLocaleString("en")} listed` : "";
+  set(element("total"), `${total.toLocaleString("en")} stream${total === 1 ? "" : "s"}${listed}`);
   element("empty").hidden = total > 0;
   const names = new Set(streams.map((one) => one.stream));
   for (const [name, line] of rows) if (!names.has(name)) { line.remove(); rows.delete(name); }
@@ -61,7 +67,8 @@ async function list() {
     set(line.cells[1], one.images.toLocaleString("en"));
     set(line.cells[2], one.phase || "");
     set(line.cells[3], one.predicted_by || "");
-    set(line.cells[4], ago(one.last));
+    set(line.cells[4], one.health ? percent(one.health[one.predicted_by || "adapted"]) : "");
+    set(line.cells[5], ago(one.last));
   }
 }
 
@@ -101,16 +108,38 @@ function drawClasses(points, names) {
   }));
 }
 
+// Shares as "x,y" over the time of all points; a single one goes from edge to edge.
+function along(shares) {
+  const last = Math.max(1, shares.length - 1);
+  const places = shares.length === 1 ? [shares[0], shares[0]] : shares;
+  return places.flatMap((share, number) =>
+    (share === null ? [] : [`${(600 * number) / last},${118 - 116 * share}`])).join(" ");
+}
+
+function curve(shares, colour, dashed = false) {
+  return draw("polyline", {
+    points: along(shares), fill: "none", stroke: colour, "stroke-width": 2,
+    ...(dashed ? { "stroke-dasharray": "6 4" } : {}),
+  });
+}
+
 function drawCurves(points) {
-  const at = (number) => (points.length > 1 ? (600 * number) / (points.length - 1) : 0);
-  const line = (field) => points.map((p, n) => `${at(n)},${118 - 116 * p[field]}`).join(" ");
-  const area = `0,118 ${line("source")} ${at(points.length - 1)},118`;
   element("curves").replaceChildren(
-    draw("polygon", { points: area, fill: "#8884" }),
-    draw("polyline", { points: line("confidence"), fill: "none", stroke: COLOURS[0], "stroke-width": 2 }),
-    draw("polyline", {
-      points: line("selected"), fill: "none", stroke: COLOURS[1], "stroke-width": 2, "stroke-dasharray": "6 4",
-    }),
+    draw("polygon", { points: `0,118 ${along(points.map((p) => p.source))} 600,118`, fill: "#8884" }),
+    curve(points.map((p) => p.confidence), COLOURS[0]),
+    curve(points.map((p) => p.selected), COLOURS[1], true),
+  );
+}
+
+function drawHealth(health, points) {
+  set(element("health"), health ? `Without labels, as of the guard's last checks: adapted model ` +
+    `${percent(health.adapted)} (line), source model ${percent(health.source)} (dashed); from 0 % at ` +
+    "the bottom to 100 % at the top." : "None: the guard has not checked this stream, or it is off.");
+  const shares = (model) => points.map((p) => (p.health ? p.health[model] : null));
+  const known = points.some((p) => p.health);
+  element("accuracy").toggleAttribute("hidden", !known);
+  element("accuracy").replaceChildren(
+    curve(shares("adapted"), COLOURS[0]), curve(shares("source"), COLOURS[1], true),
   );
 }
 
@@ -160,6 +189,7 @@ async function detail() {
     `${stream.phase}; ${seen.toLocaleString("en")} images seen, ` +
     `${stepped.toLocaleString("en")} steps`);
   set(element("freeze"), stream.frozen ? "Unfreeze" : "Freeze");
+  drawHealth(stream.health, points);
   drawClasses(points, names);
   drawCurves(points);
   drawEvents(stream.events);
@@ -208,5 +238,7 @@ element("freeze").addEventListener("click", () =>
 element("reset").addEventListener("click", () => {
   if (confirm(`Reset ${chosen} to the source weights?`)) guarded(() => act("reset"));
 });
+element("token").value = sessionStorage.getItem("token") || ""; // of this tab, until it is closed
+element("token").addEventListener("input", () => sessionStorage.setItem("token", element("token").value));
 for (const id of ["search", "token"]) element(id).addEventListener("input", () => guarded(list));
 update();

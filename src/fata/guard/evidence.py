@@ -18,9 +18,9 @@ its standard deviation: then only the batch is counted),
 
     x  =  -z(N0);   1 if p is above its mean
 
-BatchNorm with the batch's statistics moves images by itself, if batches are small or have few
-classes. The source weights with the batch's statistics predict b, with confidence q. If b, too,
-differs from s, which was predicted with better statistics by the same weights,
+Elsewhere, too, BatchNorm with the batch's statistics moves images by itself, if batches are small
+or classes unequal. The source weights with the batch's statistics predict b, with confidence q. If
+b, too, differs from s, which the same weights predicted with better statistics,
 
     x  =  1 if p > q, else -1
 
@@ -107,9 +107,9 @@ def _harm(rows: Tensor, classes: int, real: float) -> Tensor:
     s, a = rows[:, 0].long(), rows[:, 1].long()
     p, by_statistics = rows[:, 2], rows[:, 3]
     moved, (n0, n) = a != s, (c.bincount(minlength=classes) for c in (s, a))
-    x = _towards(torch.maximum(n0, n), a, s)
     if _few(rows, classes) > real:
-        x = torch.where(moved & (p > p.mean()), 1, -_towards(n0, a, s))
+        return torch.where(moved & (p > p.mean()), 1, -_towards(n0, a, s))
+    x = _towards(torch.maximum(n0, n), a, s)
     return torch.where(moved & (by_statistics != 0), by_statistics, x)
 
 

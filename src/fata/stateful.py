@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,12 +12,32 @@ from fata._files import save_tensors, tensor_bytes
 from fata.engine import checkpoint as states
 from fata.engine.checkpoint import IncompatibleKeys
 from fata.engine.ownership import ModelOwner
+from fata.engine.warm_up import warm_up
 
 
 class Stateful(ModelOwner):
     """A module with a state that is saved, loaded and continued from."""
 
     _fingerprint: str | None = None
+
+    def warm_up(self, batch_size: int, image_size: int | Sequence[int]) -> float:
+        """Run all passes on noise, so that the first batches take as long as later ones.
+
+        With `fast` on a GPU they are captured for each number of selected rows; without, they run
+        once. The state is as before: what follows is bit-equal. In a `group` all ranks call it.
+
+        Args:
+            batch_size: images in a batch.
+            image_size: a side, (height, width) or (channels, height, width).
+
+        Returns:
+            the seconds that it took.
+        """
+        engine = self._live()
+        with self._lock, torch.inference_mode(False), torch.enable_grad():
+            engine.network.model.eval()
+            engine.network.settle()
+            return warm_up(engine, batch_size, image_size)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the state to one safetensors file; an older file there is replaced whole."""

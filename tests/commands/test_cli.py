@@ -178,3 +178,18 @@ def test_public_names_are_found_when_asked_for():
     assert {*fata.__all__, "__version__"} <= {*dir(fata)}
     with pytest.raises(AttributeError, match="no attribute 'adopt'"):
         _ = fata.adopt
+
+
+def test_a_fast_server_is_warm_before_it_listens(call, monkeypatch):
+    def listen(service, *_):
+        print("listening")
+
+    monkeypatch.setattr("fata.serve.server.run", listen)
+    monkeypatch.setattr("fata.serve.logs.log_as_json", lambda level: None)
+    shown = {}
+    for speed in ("fast", "exact"):
+        result = call("serve", "--model", "mini_resnet_gn", "--speed", speed, "--batch", "2")
+        assert result.exit_code == 0, result.output
+        shown[speed] = result.stdout.splitlines()
+    assert [line.partition(" took")[0] for line in shown["fast"]] == ["warming up", "listening"]
+    assert shown["exact"] == ["listening"]

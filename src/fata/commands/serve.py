@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fata.commands import Device, chosen_device
+from fata.commands import Device, chosen_device, say
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +78,8 @@ def serve(
     """Serve a model that adapts to each stream on its own.
 
     POST images to /v1/streams/NAME/predict. The page at / shows the streams, /docs the interface.
-    SIGTERM finishes the requests that were begun and saves every stream.
+    SIGTERM finishes the requests that were begun and saves every stream. With fast, all passes are
+    run once on noise before it listens.
     """
     from fata.serve.access import Access, read_tokens
     from fata.serve.limits import Limits
@@ -96,9 +97,11 @@ def serve(
         raise typer.BadParameter(f"--token-file: {error}") from error
     if not tokens and not _this_machine(host):
         raise typer.BadParameter(f"--host {host} lets others in: give --token-file too.")
-    loaded, fleet = _fleet(
+    loaded, adapter, fleet = _fleet(
         model, method, chosen_device(device), batch, guard, speed, state_dir, in_memory, save_every
     )
+    if adapter.speed == "fast":
+        say(f"warming up took {adapter.warm_up(batch, loaded.preprocess.size):.1f} s")
     limits = Limits(
         body=max_mebibytes << 20,
         pixels=max_megapixels * 1_000_000,
@@ -126,7 +129,7 @@ def _fleet(
     state_dir: Path | None,
     in_memory: int,
     save_every: int,
-) -> tuple[Loaded, Fleet]:
+) -> tuple[Loaded, Adapter, Fleet]:
     from fata.adapter import RECOMMENDED, adapt
     from fata.fleet import Fleet
     from fata.methods import parse
@@ -143,7 +146,7 @@ def _fleet(
         loaded.model.to(device)
         adapter = make(loaded.model, None if method == "auto" else method)
         fleet = Fleet(adapter, state_dir, in_memory=in_memory, save_every=save_every, make=make)
-        return loaded, fleet
+        return loaded, adapter, fleet
     except (ZooError, ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
 

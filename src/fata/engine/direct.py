@@ -73,6 +73,10 @@ class Direct:
         """Rows to gather, for the function of that name."""
         return Rows(index.to(self.network.device))
 
+    def sizes(self, rows: int) -> list[int]:
+        """Numbers of selected rows of a batch that are captured apart; none: nothing is."""
+        return []
+
     def run(self, name: str, function: Callable[..., Any], *given: Any, moves: bool = False) -> Any:
         """Call a function of the step; if it `moves`, its first output becomes the weights."""
         outcome = function(*given)

@@ -195,6 +195,11 @@ class Fast(Direct):
             return super().rows(index, name)
         return Rows(*self._padded(index, self._size(len(index), name)))
 
+    def sizes(self, rows: int) -> list[int]:
+        """Numbers of selected rows of a batch that are captured apart."""
+        part = -(-rows // PARTS)
+        return [] if self._directly else [*range(part, rows, part), rows]
+
     def run(self, name: str, function: Callable[..., Any], *given: Any, moves: bool = False) -> Any:
         """Run a function of the step captured."""
         run = super().run if self._directly else self._captured

@@ -71,7 +71,7 @@ def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ra
         x = torch.where(p > q, 1.0, -1.0) * (b != s)
     total, here = group.place(len(p))
     rows = p.new_zeros(total, 4)
-    rows[here] = torch.stack((s, a, p, x), 1)
+    rows[here] = torch.stack((s.to(p), a.to(p), p, x), 1)
     return group.sum(rows).cpu()
 
 

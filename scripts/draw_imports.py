@@ -24,6 +24,8 @@ ABOUT = {
     "callbacks": "TensorBoard and others",
     "fleet": "many streams on one network",
     "window": "batches of the latest images",
+    "results": "of a benchmark, as a table",
+    "shared_network": "several methods on one network",
     "stream_settings": "names and settings of streams",
     "adapter": "Adapter and adapt",
     "export": "torch.export, ONNX",
@@ -77,7 +79,7 @@ def drawing(names: list[str], arcs: Counter[tuple[int, int]]) -> str:
         parts.append(
             f'<rect x="10" y="{y - ROW / 2}" width="{BOX + 290}" height="{ROW}" rx="5" '
             f'fill="#f4f5f8" stroke="#9aa3b2"/><text x="20" y="{y + 5}" font-weight="600">{name}'
-            f'</text><text x="120" y="{y + 5}" fill="#5a6475">{ABOUT.get(name, "")}</text>'
+            f'</text><text x="150" y="{y + 5}" fill="#5a6475">{ABOUT.get(name, "")}</text>'
         )
     marker = (
         '<marker id="end" markerWidth="7" markerHeight="7" refX="6" refY="3" orient="auto" '

@@ -140,7 +140,7 @@ class Checks:
 
 
 def guarded(track: Track, spec: str, checks: Checks) -> list[Line]:
-    """A line a speed: a step with the guard over one without; how many rows it compares."""
+    """A line a speed: a step with the guard over one without; rows it passes through the source."""
     fields, lines = track.fields(spec), []
     for speed in track.speeds:
         guard = fata.Guard(level=0.0)  # it finds nothing

@@ -49,6 +49,7 @@ class SourceModel:
         network = self._functions.network
         if network.reference is None or network.blend:
             return None
+        state.count(rows_source=len(images))
         with self._in_place(state):
             return self._execution.predict(images)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fata
 from benchmarks.presets import HOSTS
-from benchmarks.speed import markdown
+from benchmarks.tables import markdown
 from fata.bench.grid import Grid
 from fata.bench.run.local import missing, run
 from fata.bench.run.runner import CellRunner

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 import fata
-from benchmarks.speed import markdown
+from benchmarks.tables import markdown
 from fata.bench.cell import key
 from fata.bench.grid import Grid
 from fata.bench.run.local import missing, run

@@ -32,6 +32,7 @@ from benchmarks.plain import Plain
 from benchmarks.presets import HOSTS
 from benchmarks.race import WARM_GPU, Call, Runner, race, times
 from benchmarks.share import Share
+from benchmarks.tables import markdown
 from fata.zoo import ZooError, mini
 
 FIRST = 256  # batches
@@ -216,11 +217,6 @@ def guard_table(lines: list[Line]) -> str:
         for line in lines
     ]
     return markdown(head, rows)
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    """A table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from statistics import mean
 from benchmarks.archive import kept
 from benchmarks.balance import HARM, NEAR
 from benchmarks.presets import HOSTS
-from benchmarks.speed import markdown
+from benchmarks.tables import markdown
 from fata.bench.report.formats import markdown as report
 from fata.bench.report.tables import comparisons
 from fata.bench.store import Record

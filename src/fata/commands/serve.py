@@ -79,7 +79,7 @@ def serve(
 
     POST images to /v1/streams/NAME/predict. The page at / shows the streams, /docs the interface.
     SIGTERM finishes the requests that were begun and saves every stream. With fast, all passes are
-    run once on noise before it listens.
+    run on noise before it listens.
     """
     from fata.serve.access import Access, read_tokens
     from fata.serve.limits import Limits

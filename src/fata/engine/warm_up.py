@@ -22,8 +22,8 @@ FACTS = ("selected", "loss", "source_predicted", "_moves", "watch")  # not in th
 def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     """Run noise through all that a batch of so many images may need; returns the seconds.
 
-    The state, the random numbers and the model are as before. Without captures each pass runs once,
-    else twice: then it is captured.
+    The state, the random numbers and the model are as before. Where passes are captured, at their
+    second call, each runs twice; elsewhere one step runs, which finds what the tap needs.
     """
     begun, device = time.perf_counter(), engine.device
     shape = _shape(engine.network.model, rows, size)
@@ -32,20 +32,23 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     engine.network.check(images)
     place = torch.cuda.device_of(images)  # type: ignore[no-untyped-call]
     with place, torch.random.fork_rng([device] if images.is_cuda else []), _apart(engine):
-        for _ in range(2 if engine.execution.sizes(rows) else 1):
-            _pass_all(engine, images)
+        sizes = engine.execution.sizes(rows)
+        for _ in range(2 if sizes else 0):
+            _pass_all(engine, images, sizes)
+        if not sizes:
+            swap.put(engine, swap.fresh(engine))
+            engine.step(images)
     if images.is_cuda:
         torch.cuda.synchronize(device)
     return time.perf_counter() - begun
 
 
-def _pass_all(engine: Engine, images: Tensor) -> None:
+def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int]) -> None:
     """A first batch, later ones of which more and more rows are selected, and the guard's passes.
 
     What a function is given decides which capture it is: a first batch has no memory yet.
     """
     rows = len(images)
-    sizes = engine.execution.sizes(rows) or [rows]
     swap.put(engine, swap.fresh(engine))
     _step(engine, images, rows, share=0)
     _remember(engine, images)

@@ -3,8 +3,6 @@
 A recorded pass keeps the layer's output z and what the modules before the layer returned.
 `tail(z')` calls the model again with those modules returning what is kept and the layer returning
 z', so that only what comes after the layer is computed.
-
-Of some rows, only kept outputs that the tail's output depends on are copied: in a ResNet none is.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from torch import Tensor, nn
 
 from fata._text import listed, near
 from fata._torch import tree_leaves, tree_map, version
-from fata.network.flow import Flow
 from fata.network.norms import is_norm
 from fata.network.structure import auto_layer, layers
 
@@ -48,7 +45,6 @@ class Tap:
         self._watched: list[nn.Module] | None = None  # modules that finish before the layer
         self._channels: int | None = None
         self._cloned: set[nn.Module] = set()  # whose output is changed in place later in the pass
-        self._read: set[nn.Module] | None = None  # whose output the tail needs; None: unknown
 
     def channels(self, images: Tensor) -> int:
         """Number of channels of z, by a pass over two images; known from then on."""
@@ -124,25 +120,14 @@ class Recording:
 
     def tail(self, z: Tensor, rows: Tensor | None = None) -> Any:
         """The model's output if the layer had returned z, of all rows or of these."""
-        tap, images = self.tap, self.images if rows is None else self.images[rows]
-        some = rows is not None and len(rows) <= len(self.images)
-        forwards: dict[nn.Module, Forward] = {tap.target: self._layer_returning(z, rows)}
-        kept = dict[nn.Module, list[Any]]()
+        images = self.images if rows is None else self.images[rows]
+        forwards: dict[nn.Module, Forward] = {self.tap.target: self._layer_returning(z, rows)}
         for module, outputs in self.memory.items():
-            read = not some or tap._read is None or module in tap._read
-            if rows is not None:  # where nobody reads the values, their shape is enough
-                at = rows if read else slice(len(rows))
-                outputs = [_at(output, at, len(self.images)) for output in outputs]
-            kept[module] = outputs
-            forwards[module] = _from_memory(module, outputs, read and module in tap._cloned)
+            if rows is not None:
+                outputs = [_at(output, rows, len(self.images)) for output in outputs]
+            forwards[module] = _from_memory(module, outputs, module in self.tap._cloned)
         with replaced_forwards(forwards):
-            if not some or tap._read is not None:
-                return tap.call(images)
-            flow = Flow({module: _tensors(outputs) for module, outputs in kept.items()})
-            with flow, flow.functions():
-                output = tap.call(images)
-            tap._read = {module for module in kept if module in flow.into(output)}
-            return output
+            return self.tap.call(images)
 
     def watch(self, module: nn.Module) -> Forward:
         """The module's own forward, with its output kept."""
@@ -249,7 +234,7 @@ def _cloned(output: Any) -> Any:
     return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, output)
 
 
-def _at(output: Any, rows: Tensor | slice, count: int) -> Any:
+def _at(output: Any, rows: Tensor, count: int) -> Any:
     """Of what has a row an image, these rows."""
 
     def some(leaf: Any) -> Any:
@@ -260,8 +245,4 @@ def _at(output: Any, rows: Tensor | slice, count: int) -> Any:
 
 
 def _versions(output: Any) -> list[int]:
-    return [version(leaf) for leaf in _tensors(output)]
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    return [version(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]

@@ -23,7 +23,7 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     """Run noise through all that a batch of so many images may need; returns the seconds.
 
     The state, the random numbers and the model are as before. Where passes are captured, at their
-    second call, each runs twice; elsewhere one step runs, which finds what the tap needs.
+    second call, each runs twice; elsewhere one step runs.
     """
     begun, device = time.perf_counter(), engine.device
     shape = _shape(engine.network.model, rows, size)

@@ -466,13 +466,8 @@ def test_fast_cells_alike_share_an_adapter_and_what_it_recorded(monkeypatch):
     alone = [told(CellRunner(), [one])[0] for one in (cell(0), cell(1), cell(1))]
     made.clear()
     runner = CellRunner()
-    warmed, warm_up = [], fata.Adapter.warm_up
-    monkeypatch.setattr(
-        fata.Adapter, "warm_up", lambda *given: warmed.append(given[1:]) or warm_up(*given)
-    )
     assert told(runner, [cell(0), cell(1), cell(1)]) == alone
     assert len(made) == 1
-    assert warmed == [(16, 32)]
     told(runner, [cell(0, "exact"), cell(0, method="tent"), cell(0, method="tent")])
     assert len(made) == 3
 

@@ -86,10 +86,10 @@ class Cell:
 
     def settings(self, loaded: Loaded) -> dict[str, Any]:
         """Fields of the method and the learning rate: the model's own, overridden by the cell's."""
-        return {**loaded.settings(self.method, self.rows), **self.fields}
+        return {**loaded.settings(self.method, self._rows), **self.fields}
 
     @property
-    def rows(self) -> int:
+    def _rows(self) -> int:
         """Images that a step sees."""
         return max(self.batch_size or default_batch(self.scenario), self.window or 1)
 
@@ -103,8 +103,8 @@ class Cell:
             return Rate(None, "")
         if not isinstance(lr, str):
             return Rate(float(lr), "given" if "lr" in self.fields else "tuned")
-        own = own_rate(method, vit, self.rows) is not None
-        return Rate(rate(lr, method, vit, self.rows), "method" if own else lr)
+        own = own_rate(method, vit, self._rows) is not None
+        return Rate(rate(lr, method, vit, self._rows), "method" if own else lr)
 
     def stream(self, dataset: Dataset) -> Stream:
         """The images, in order."""

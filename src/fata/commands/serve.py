@@ -101,7 +101,10 @@ def serve(
         model, method, chosen_device(device), batch, guard, speed, state_dir, in_memory, save_every
     )
     if adapter.speed == "fast":
-        say(f"warming up took {adapter.warm_up(batch, loaded.preprocess.size):.1f} s")
+        try:
+            say(f"warming up took {adapter.warm_up(batch, loaded.preprocess.size):.1f} s")
+        except RuntimeError as error:  # out of memory, say: passes are captured as they come
+            say(f"could not warm up, so the first batches are slower: {error}")
     limits = Limits(
         body=max_mebibytes << 20,
         pixels=max_megapixels * 1_000_000,

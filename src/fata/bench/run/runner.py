@@ -176,8 +176,6 @@ class CellRunner:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", UserWarning)  # no Fisher: that is in the protocol
                 made = cell.adapter(loaded, self._information(cell), self.group)
-            if cell.speed == "fast":
-                made.warm_up(cell.rows, loaded.preprocess.size)
             self._last = (at, made)
         adapter = self._last[1]
         adapter.reset(cell.seed)

@@ -193,3 +193,11 @@ def test_a_fast_server_is_warm_before_it_listens(call, monkeypatch):
         shown[speed] = result.stdout.splitlines()
     assert [line.partition(" took")[0] for line in shown["fast"]] == ["warming up", "listening"]
     assert shown["exact"] == ["listening"]
+
+    def out_of_memory(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(fata.Adapter, "warm_up", out_of_memory)
+    cold = call("serve", "--model", "mini_resnet_gn", "--speed", "fast").stdout.splitlines()
+    assert cold[-1] == "listening"
+    assert "could not warm up" in cold[0]

@@ -204,7 +204,8 @@ def test_joint_equals_separate_without_batchnorm(net):
 def test_joint_changes_the_clean_rows_of_batchnorm_and_separate_does_not():
     images = Case(None, None, "resnet_bn", 16).stream()[0]
     plain = fata.adapt(network("resnet_bn"), "norm")(images)
-    separate = fata.adapt(network("resnet_bn"), "tent+fata")(images)
-    joint = fata.adapt(network("resnet_bn"), "tent+fata", bn_stats="joint")(images)
+    free = {"spec": "tent+fata", "guard": None}
+    separate = fata.adapt(network("resnet_bn"), **free)(images)
+    joint = fata.adapt(network("resnet_bn"), **free, bn_stats="joint")(images)
     assert torch.equal(separate, plain)
     assert not torch.allclose(joint, plain)

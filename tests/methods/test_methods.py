@@ -220,7 +220,7 @@ def test_cotta_restores_each_weight_by_chance():
 def test_memo_with_one_identity_view_is_tent_with_a_reset_at_each_image(net):
     fields = {"views": 1, "augment": lambda image, n: image[None], "prior": 0.0, "optimizer": "sgd"}
     memo = fata.adapt(in_double(net), "memo", lr=1e-2, **fields)
-    tent = fata.adapt(in_double(net), "tent", params="every", lr=1e-2)
+    tent = fata.adapt(in_double(net), "tent", guard=None, params="every", lr=1e-2)
     stream = images(6).double()
     expected = []
     for image in stream:

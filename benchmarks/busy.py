@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass
-from itertools import cycle, islice
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -33,7 +33,7 @@ from timm.data.imagenet_info import ImageNetInfo
 
 import fata
 from benchmarks import share as shares
-from benchmarks.race import WARM, wait
+from benchmarks.race import wait
 from benchmarks.share import Share
 from benchmarks.speed import SPECS, conditions, markdown
 from fata.bench.cost import Macs, passes
@@ -41,7 +41,6 @@ from fata.bench.run.image_cache import ImageCache, free_memory
 from fata.bench.run.measure import measure
 from fata.bench.run.runner import CellRunner
 from fata.data import Stream, serve
-from fata.engine.fast import captured
 from fata.zoo import Loaded, Weights, ZooError
 from fata.zoo.preprocess import IMAGENET_MEAN, IMAGENET_STD, Preprocess
 
@@ -127,12 +126,13 @@ def run(args: argparse.Namespace, folder: Path) -> Busy:
 
     def seconds(work: Callable[[], Any]) -> float:
         wait(every)
-        begun, compiled = time.perf_counter(), adapter.compile_seconds
+        begun = time.perf_counter()
         work()
         wait(every)
-        return time.perf_counter() - begun - (adapter.compile_seconds - compiled)
+        return time.perf_counter() - begun
 
-    for images in islice(cycle(held), HELD * captured.OFTEN if every.is_cuda else WARM):
+    adapter.warm_up(len(held[0]), held[0].shape[1:])
+    for images in held:
         adapter(images)
     turns = TURNS * held if every.is_cuda else held
     alone = seconds(lambda: [adapter(images) for images in turns])

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fata.engine.fast import captured
+import fata
 
-WARM = 3  # calls before the clock starts: the tap finds its way, programs are recorded;
-captured.OFTEN = 64  # calls: what is measured is compiled, as late in a long stream
-WARM_GPU = captured.OFTEN + 16  # and compiled, also those that the first calls do not need yet
+WARM = 3  # calls before the clock starts: the tap finds its way, passes are captured
 
 Call = Callable[[Tensor], Any]
 
@@ -44,7 +42,9 @@ def race(
     for name, make in ways.items():
         before = (allocated(), held()) if images.is_cuda else None
         runners[name] = runner = Runner(make())
-        for _ in range(WARM_GPU if images.is_cuda else WARM):
+        if images.is_cuda and isinstance(runner.call, fata.Adapter):
+            runner.call.warm_up(len(images), images.shape[1:])
+        for _ in range(WARM):
             runner.call(images)
         if before is not None:
             runner.peak = needed(runner.call, images, *before)

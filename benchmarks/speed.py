@@ -30,7 +30,7 @@ import fata
 from benchmarks import share as shares
 from benchmarks.plain import Plain
 from benchmarks.presets import HOSTS
-from benchmarks.race import WARM_GPU, Call, Runner, race, times
+from benchmarks.race import Call, Runner, race, times
 from benchmarks.share import Share
 from benchmarks.tables import markdown
 from fata.zoo import ZooError, mini
@@ -125,8 +125,8 @@ class Checks:
     def of(self, adapter: fata.Adapter, images: Tensor) -> Call:
         """The adapter at that age; what it compares with is captured by then."""
         engine = adapter._engine
-        for _ in range(WARM_GPU if images.is_cuda else 0):
-            engine.source_model.predict(images, engine.state)
+        if images.is_cuda:
+            adapter.warm_up(len(images), images.shape[1:])
         watched = engine.state.watched
         if not self.first:
             watched.since = watched.last = 10 * FIRST

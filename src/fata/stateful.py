@@ -23,8 +23,9 @@ class Stateful(ModelOwner):
     def warm_up(self, batch_size: int, image_size: int | Sequence[int]) -> float:
         """Run all passes on noise, so that the first batches take as long as later ones.
 
-        With `fast` on a GPU they are captured for each number of selected rows; otherwise one step
-        is run. The state is as before: what follows is bit-equal. In a `group` all ranks call it.
+        With `fast` on a GPU they are captured for each number of selected rows, and those of a
+        large network are compiled: minutes the first time, then PyTorch has them in its cache.
+        Otherwise one step is run. The state is as before. In a `group` all ranks call it.
 
         Args:
             batch_size: images in a batch.

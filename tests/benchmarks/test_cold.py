@@ -1,7 +1,6 @@
 """The benchmark of a cold start runs every way, and counts what it says."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -36,13 +35,6 @@ def test_many_streams_on_one_network(monkeypatch, capsys):
     head, _, row = capsys.readouterr().out.splitlines()
     assert head == "| network | 1 streams | 3 streams |"
     assert len(row.split("|")) == 5
-
-
-def test_it_measures_when_a_pass_is_compiled_by_default():
-    """`benchmarks.race` compiles early, for what it measures."""
-    told = "import fata.engine.fast.captured as c; o = c.OFTEN; import benchmarks.cold"
-    command = [sys.executable, "-c", f"{told}; print(o == c.OFTEN)"]
-    assert subprocess.run(command, capture_output=True, text=True).stdout == "True\n"
 
 
 def test_pictures_are_needed_for_trained_networks(monkeypatch, capsys):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fata
+from fata.engine.fast import captured as functions
 from fata.engine.fast import execution as fast
 from fata.methods import SPECS
 from fata.testing.cases import images, network
@@ -125,6 +126,29 @@ def test_no_later_batch_brings_a_new_capture(net, spec, captured):
     with adapter.frozen():
         adapter(x)
     assert set(cache) == known
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_only_warm_up_compiles(net, captured, monkeypatch):
+    """A stream never waits for the compiler, and meets what was compiled for it."""
+    compiled = []
+    monkeypatch.setattr(functions, "compiled", lambda f, given: compiled.append(1) or f)
+    one, other = (made(net, "eata+fata", speed="fast") for _ in "ab")
+    for adapter in (one, other):
+        adapter._live().execution._large = True
+    for x in batches(3):
+        other(x)
+    assert not compiled
+    assert other.compile_seconds == 0
+    one.warm_up(16, 16)
+    ready = len(compiled)
+    assert ready >= 1
+    assert one.compile_seconds > 0
+    other.reset()
+    for x in batches(3):
+        assert torch.equal(one(x), other(x))
+    one.warm_up(16, 16)
+    assert len(compiled) == ready
 
 
 def test_callbacks_are_not_told():

@@ -26,6 +26,7 @@ class Direct:
     """
 
     compile_seconds = 0.0
+    compiles = False  # whether a pass is compiled when it runs
     checks_pixels = False  # whether a step raises NotFiniteError by itself
 
     def __init__(self, step: Step) -> None:
@@ -69,8 +70,8 @@ class Direct:
         pixels = torch.ones_like(finite)
         return Seen(terms, first.perturb, finite, pixels, first.norm, first=carries)
 
-    def rows(self, index: Tensor, name: str) -> Rows:
-        """Rows to gather, for the function of that name."""
+    def rows(self, index: Tensor) -> Rows:
+        """Rows to gather."""
         return Rows(index.to(self.network.device))
 
     def sizes(self, rows: int) -> list[int]:

@@ -311,7 +311,7 @@ class Engine:
             return
         rows = torch.ones_like(rows) if self.coupled else rows
         with self.group.taking(rows.nonzero()[:, 0]) as index:
-            given = self.execution.rows(index, "climb"), seen.terms, moving.theta
+            given = self.execution.rows(index), seen.terms, moving.theta
             run("climb", functions.climb_rows, *given, moves=True)
 
     def _descend(self, seen: Seen, rows: Tensor, plus: bool, moving: Moving) -> Moved:
@@ -319,7 +319,7 @@ class Engine:
         name = "descend with FATA" if plus else "descend"
         perturb = [seen.perturb] if plus and seen.perturb else []
         with self.group.taking(rows.nonzero()[:, 0]) as index:
-            given = self.execution.rows(index, name), seen.terms, perturb, self.state.host, moving
+            given = self.execution.rows(index), seen.terms, perturb, self.state.host, moving
             moved: Moved = self.execution.run(name, self.functions.descend_rows, *given, moves=True)
         return moved
 

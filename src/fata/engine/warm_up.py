@@ -1,4 +1,4 @@
-"""All passes of a stream, run on noise before its first image: by then they are captured."""
+"""All passes of a stream, run on noise before its first image, to compile and capture them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ FACTS = ("selected", "loss", "source_predicted", "_moves", "watch")  # not in th
 def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     """Run noise through all that a batch of so many images may need; returns the seconds.
 
-    The state, the random numbers and the model are as before. Where passes are captured, at their
-    second call, each runs twice; elsewhere one step runs.
+    The state, the random numbers and the model are as before. Where passes are captured each runs
+    twice: compiled before the first time, captured at the second. Elsewhere one step runs.
     """
     begun, device = time.perf_counter(), engine.device
     shape = _shape(engine.network.model, rows, size)
@@ -33,8 +33,8 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     place = torch.cuda.device_of(images)  # type: ignore[no-untyped-call]
     with place, torch.random.fork_rng([device] if images.is_cuda else []), _apart(engine):
         sizes = engine.execution.sizes(rows)
-        for _ in range(2 if sizes else 0):
-            _pass_all(engine, images, sizes)
+        for compiles in (True, False) if sizes else ():
+            _pass_all(engine, images, sizes, compiles)
         if not sizes:
             swap.put(engine, swap.fresh(engine))
             engine.step(images)
@@ -43,15 +43,17 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     return time.perf_counter() - begun
 
 
-def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int]) -> None:
+def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int], compiles: bool) -> None:
     """A first batch, later ones of which more and more rows are selected, and the guard's passes.
 
-    What a function is given decides which capture it is: a first batch has no memory yet.
+    What a function is given decides which capture it is: a first batch has no memory yet. Only what
+    nearly every batch needs is compiled.
     """
     rows = len(images)
     swap.put(engine, swap.fresh(engine))
     _step(engine, images, rows, share=0)
     _remember(engine, images)
+    engine.execution.compiles = compiles
     for selected in [rows] if engine.coupled else sizes:
         _step(engine, images, selected, share=0)
     if not engine.coupled:
@@ -60,6 +62,7 @@ def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int]) -> None:
         with engine.execution.stepping(images), engine.counted_apart():
             for some in sizes:
                 engine.predict(images[:some])
+    engine.execution.compiles = False
     engine.predict_only(images)
     if engine.adapts:
         for _ in range(2):  # before the first check there are no statistics of its own
@@ -104,6 +107,7 @@ def _apart(engine: Engine) -> Iterator[None]:
     try:
         yield
     finally:
+        engine.execution.compiles = False
         swap.put(engine, held)
         engine.__dict__.update(facts)
 

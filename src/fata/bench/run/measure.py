@@ -6,7 +6,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,8 +47,7 @@ def measure(
     damaged: list[str] = []
     domains: list[str] = []  # of each row
     estimates: list[tuple[Health, bool]] = []  # after each batch, if there is a guard
-    compiled = adapter.compile_seconds
-    clock = Clock(device, compiled)
+    clock = Clock(device)
     right = torch.zeros((), dtype=torch.int64, device=device)
     known: tuple[int, int, Deferred] | None = (
         None  # rows seen, rows of this rank, how many of these are right
@@ -61,7 +59,7 @@ def measure(
         images = loaded.preprocess.normalise(batch.images[part])
         clock.start()
         logits = predict(images)
-        clock.stop(adapter.compile_seconds)
+        clock.stop()
         if adapter.guard and adapter.health:
             estimates.append((adapter.health, adapter.guard.phase != "adapting"))
         parts.append(_columns(logits, batch.labels[part], adapter.selected))
@@ -92,7 +90,6 @@ def measure(
         "health": health(estimates),
         "macs": dataclasses.asdict(effective(counts, *macs)),
         "seconds": sum(times),
-        "compile_seconds": adapter.compile_seconds - compiled,
         "latency": {name: _quantile(times, share) for name, share in (("p50", 0.5), ("p95", 0.95))},
         "images_per_second": seen / sum(times),
         "peak_memory": memory.peak(device),
@@ -102,22 +99,17 @@ def measure(
 class Clock:
     """Times of many steps, without waiting for the device after each."""
 
-    def __init__(self, device: torch.device, apart: float = 0.0) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device, self.cuda = device, device.type == "cuda"
         self._marks: list[Any] = []
-        self._apart = [apart]
 
     def start(self) -> None:
         """A step begins."""
         self._mark()
 
-    def stop(self, apart: float = 0.0) -> None:
-        """It ends (on a GPU: when the device gets there).
-
-        `apart` are the total seconds until now that do not count.
-        """
+    def stop(self) -> None:
+        """It ends (on a GPU: when the device gets there)."""
         self._mark()
-        self._apart.append(apart)
 
     def read(self) -> list[float]:
         """Seconds of each step."""
@@ -125,13 +117,8 @@ class Clock:
         pairs = zip(begun, over, strict=True)
         if self.cuda:
             torch.cuda.synchronize(self.device)
-            times = [a.elapsed_time(b) / 1e3 for a, b in pairs]
-        else:
-            times = [b - a for a, b in pairs]
-        return [
-            taken - (now - before)
-            for taken, (before, now) in zip(times, pairwise(self._apart), strict=True)
-        ]
+            return [a.elapsed_time(b) / 1e3 for a, b in pairs]
+        return [b - a for a, b in pairs]
 
     def _mark(self) -> None:
         if self.cuda:

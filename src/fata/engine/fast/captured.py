@@ -1,4 +1,4 @@
-"""Functions of tensors of fixed shapes that are captured, and compiled if they are called often.
+"""Functions of tensors of fixed shapes that are captured, and compiled where that is asked for.
 
 Captured as a CUDA graph, a pass is one launch instead of some thousand. Compiled, it is one graph
 of torch's own operations, with loss and backward pass, whatever the model does in Python:
@@ -28,7 +28,6 @@ from fata.engine.fast.trees import flatten, rebuild, structure
 
 log = logging.getLogger("fata.compile")
 
-OFTEN = 8_192  # calls after which a function is compiled: that takes up to a minute
 WAITS = {  # operations that wait for the device
     *("_local_scalar_dense", "nonzero", "masked_select", "equal", "bincount"),
     *("_unique2", "unique_dim", "unique_consecutive"),
@@ -157,13 +156,15 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
 class CapturedFunction:
     """A function of trees of tensors; on a GPU captured at its second call.
 
+    To compile it takes up to a minute, so it is never done by itself.
+
     Args:
         function: gives the same outputs for the same inputs and weights, and changes nothing.
         arguments: their structure.
         after: what is done with the first output in the end, or None.
         pools: memory to capture in.
         name: what a message calls it.
-        compiles: whether it is worth compiling.
+        large: whether the network is, whose convolutions then run channels-last.
         static: tensors that are read where they are; all others are copied.
     """
 
@@ -172,9 +173,8 @@ class CapturedFunction:
     after: Callable[[Tensor], None] | None
     pools: MemoryPools
     name: str
-    compiles: bool
+    large: bool
     static: StaticInputs = field(default_factory=StaticInputs)
-    compile_seconds: float = 0.0
     _flat: Flat | None = None  # compiled
     _calls: int = 0
     _graph: torch.cuda.CUDAGraph | None = None
@@ -184,18 +184,10 @@ class CapturedFunction:
     _pool: MemoryPool | None = None
     _external: ExternalMemory | None = field(default=None, repr=False)
 
-    @property
-    def compiled(self) -> bool:
-        """Whether it is."""
-        return self._flat is not None
-
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
         calls = self._calls + 1
-        compiles = self.compiles and calls == OFTEN
-        if compiles:
-            self._compile(given)
-        if given[0].is_cuda and (compiles or calls == 2):
+        if given[0].is_cuda and calls == 2:
             self._capture(given)
         self._calls = calls  # where that was interrupted, the next call does it again
         if self._graph is None:  # what it gives may be of what it was given
@@ -206,6 +198,22 @@ class CapturedFunction:
             outputs = [torch.empty_like(output) for output in self._outputs]
             copy(outputs, self._outputs)
         return rebuild(self._outcome, iter(outputs))
+
+    def compile(self, given: Sequence[Tensor]) -> float:
+        """Compile it, to be captured anew, unless it is compiled already; returns the seconds."""
+        if self._flat is not None:
+            return 0.0
+        begun = time.perf_counter()
+        log.info("compiling a pass (%s)", self.name)
+        try:
+            self._flat = compiled(self._plain, self._own(given))
+        except Exception as error:  # the compiler's own are of many kinds
+            _left("compiled", error)
+        else:
+            self._calls, self._graph = 0, None
+        seconds = time.perf_counter() - begun
+        log.info("compiling a pass (%s) took %.0f s", self.name, seconds)
+        return seconds
 
     def _through(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         outputs = (self._flat or self._plain)(*given)
@@ -239,23 +247,13 @@ class CapturedFunction:
             ):
                 outputs = self._through(own)
         except RuntimeError as error:
-            _left("captured", error)  # if there is a capture already, it stays
+            _left("captured", error)
         else:
             self._graph, self._inputs, self._outputs = graph, own, outputs
             self._pool, self._external = pool, external
 
     def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
-        return [t if t in self.static else own(t, self.compiles) for t in given]
-
-    def _compile(self, given: Sequence[Tensor]) -> None:
-        begun = time.perf_counter()
-        log.info("compiling a pass (%s)", self.name)
-        try:
-            self._flat = compiled(self._plain, self._own(given))
-        except Exception as error:  # the compiler's own are of many kinds
-            _left("compiled", error)
-        self.compile_seconds = time.perf_counter() - begun
-        log.info("compiling a pass (%s) took %.0f s", self.name, self.compile_seconds)
+        return [t if t in self.static else own(t, self.large) for t in given]
 
 
 def compiled(function: Flat, given: Sequence[Tensor]) -> Flat:

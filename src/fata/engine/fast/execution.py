@@ -1,4 +1,4 @@
-"""The fast execution of a step: its functions captured and compiled, in bfloat16.
+"""The fast execution of a step: its functions captured, compiled on request, in bfloat16.
 
     see        a gradient-free pass over all rows, and what each term selects; a method that runs
                the model to select does so behind it
@@ -18,7 +18,6 @@ products (Intel's AMX).
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -42,9 +41,7 @@ from fata.network.norms import norm_layers
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # captures that are kept, where batches are of many sizes
-PARTS = 16  # of a batch, that there are captures for
-ROOM = 2  # times the rows that a compiled function may have; one not compiled is 2.5 times as slow
-RARE = 64  # times that some number of rows goes through any compiled function that is large enough
+PARTS = 5  # of a batch, that there are captures for: the first calls of each are slow
 
 
 class Outcome(NamedTuple):
@@ -63,11 +60,9 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Cached:
-    """A captured function, the rows it takes, and when it last ran."""
+    """A captured function, the rows that it passes, and when it last ran."""
 
     function: CapturedFunction
-    rows: int  # that it is given, with padding,
-    of: tuple[str, int]  # for what, and of a batch of how many
     passed: dict[str, int] | None = None
     latest: float = 0
 
@@ -95,7 +90,7 @@ class Fast(Direct):
     def forget(self) -> None:
         """Capture everything again."""
         model = self.network.model
-        self._cache, self._asked = {}, Counter[object]()
+        self._cache = {}
         self._parameters = list(model.parameters())
         moving = {id(parameter) for parameter in self.step.theta.parameters}
         self._fixed = [p for p in self._parameters if id(p) not in moving and not p.is_inference()]
@@ -133,7 +128,7 @@ class Fast(Direct):
             with self._in_half():
                 return super().predict(images)
         rows, real = len(images), list[Tensor]()
-        size, shared = self._size(rows, "predict"), self.network.coupled and rows < self._rows
+        size, shared = self._size(rows), self.network.coupled and rows < self._rows
         if size > rows or shared:
             padded, mask = self._padded(torch.arange(rows), size)
             images = images[padded] if size > rows else images
@@ -189,11 +184,11 @@ class Fast(Direct):
         seen = Seen(terms, perturb, outcome.finite, pixels, outcome.norm, moved=moved)
         return replace(seen, climbed=dense and sharp)
 
-    def rows(self, index: Tensor, name: str) -> Rows:
+    def rows(self, index: Tensor) -> Rows:
         """Rows to gather, padded to a size that there is a capture for."""
         if self._directly:
-            return super().rows(index, name)
-        return Rows(*self._padded(index, self._size(len(index), name)))
+            return super().rows(index)
+        return Rows(*self._padded(index, self._size(len(index))))
 
     def sizes(self, rows: int) -> list[int]:
         """Numbers of selected rows of a batch that are captured apart."""
@@ -241,13 +236,12 @@ class Fast(Direct):
 
     # -- padding ------------------------------------------------------------------------------
 
-    def _size(self, rows: int, name: str) -> int:
+    def _size(self, rows: int) -> int:
         """How many rows the capture has that they go through."""
         if not self._captures or not 0 < rows <= self._rows:
             return rows
         part = -(-self._rows // PARTS)
-        size = min(self._rows, -(-rows // part) * part)
-        return min(self._roomy(size, name), default=size)
+        return min(self._rows, -(-rows // part) * part)
 
     def _padded(self, index: Tensor, size: int) -> tuple[Tensor, Tensor]:
         """These rows and as many copies of the first as fill a capture; which of them are real."""
@@ -255,18 +249,6 @@ class Fast(Direct):
         index = torch.cat((index, index[:1].expand(size - rows)))
         real = torch.arange(size) < rows
         return index.to(device, non_blocking=True), real.to(device, non_blocking=True)
-
-    def _roomy(self, size: int, name: str) -> list[int]:
-        """Rows of compiled functions for this that would do: to compile takes a minute or more.
-
-        Even the first calls of one not compiled take as long as a hundred others.
-        """
-        at = (name, self._rows)
-        self._asked[at, size] += 1
-        alike = [one for one in self._cache.values() if one.of == at]
-        rare = self._asked[at, size] <= RARE and all(one.rows != size for one in alike)
-        most = self._rows if rare else min(size * ROOM, self._rows)
-        return [one.rows for one in alike if size <= one.rows <= most and one.function.compiled]
 
     # -- capturing ----------------------------------------------------------------------------
 
@@ -279,10 +261,10 @@ class Fast(Direct):
         flatten(given, tensors, signature)
         at = tuple(signature)
         cached = self._cache.get(at) or self._new(name, function, given, len(tensors[0]), moves)
-        before = cached.function.compile_seconds
         with self.network.counted_apart() as passed:
+            if self.compiles and self._large:  # a small one gains nothing
+                self.compile_seconds += cached.function.compile(tensors)
             outcome = cached.function(tensors)
-        self.compile_seconds += cached.function.compile_seconds - before
         if cached.passed is None:
             cached.passed = passed
             while len(self._cache) >= MOST:
@@ -308,7 +290,7 @@ class Fast(Direct):
             self._large,
             self._inputs,
         )
-        return Cached(captured, rows, (name, self._rows))
+        return Cached(captured)
 
     # -- bfloat16 -----------------------------------------------------------------------------
 

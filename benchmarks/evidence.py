@@ -101,7 +101,7 @@ class Recorded(Case):
 def record(case: Recorded, every: int) -> dict[str, Any]:
     """Run one stream."""
     adapted, loaded = case.adapter(guard=False), case.load()
-    blends = {"blend": True} if has_running(loaded.model) else {}
+    blends: dict[str, Any] = {"blend": True} if has_running(loaded.model) else {}
     source = fata.adapt(loaded.model, "norm", **blends)
     moves = blends and case.method != "auto"
     beside = fata.adapt(case.load().model, "norm") if moves else None
@@ -117,8 +117,9 @@ def record(case: Recorded, every: int) -> dict[str, Any]:
             found += [moved, (sure * 1000).round().long()]
         batches.append([column.tolist() for column in found])
     values = {"model": case.model, "scenario": case.stream, "domain": case.domains[0]}
-    values |= {"method": case.method, "rate": case.rate}
-    return {**values, "classes": loaded.classes, "every": every, "batches": batches}
+    values["method"] = case.method
+    figures = {"rate": case.rate, "classes": loaded.classes, "every": every}
+    return {**values, **figures, "batches": batches}
 
 
 # -- judging ----------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import logging
 import multiprocessing
@@ -222,6 +223,7 @@ def work(args: argparse.Namespace, number: int) -> None:
             except Exception as error:
                 why = traceback.format_exception_only(error)[-1].strip()
                 print(f"{case}: {why}", file=sys.stderr, flush=True)
+            gc.collect()  # adapters are in reference cycles, and hold memory of the device
 
 
 def work_in_processes(args: argparse.Namespace) -> None:

@@ -106,7 +106,7 @@ def test_processes_write_whole_lines_and_report_what_fails(monkeypatch, tmp_path
 
     bad_first = (s for s in range(100) if starts(s) == asked["models"][::-1])
     seed = next(s for s in bad_first if starts(s + 1)[0] == MODEL)
-    which = ("--seed", seed, "--images", 64, "--seconds", 2, "--jobs", 2, "--file", file)
+    which = ("--seed", seed, "--images", 64, "--seconds", 1, "--jobs", 2, "--file", file)
     run(monkeypatch, "--models", *asked["models"], "--streams", "normal", *which)
     found = [json.loads(line) for line in file.read_text().splitlines()]
     assert {one["model"] for one in found} == {MODEL}

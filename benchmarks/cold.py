@@ -20,7 +20,6 @@ the others have random weights, and 40 % of the rows of noise are selected.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import io
 import json
 import os
@@ -42,8 +41,9 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
 
 import fata
+from benchmarks import imagenet
 from benchmarks import share as shares
-from benchmarks.imagenet import RATES, STATISTICS
+from benchmarks.imagenet import RATES
 from benchmarks.plain import Plain
 from benchmarks.share import Share
 from benchmarks.tables import markdown
@@ -80,16 +80,10 @@ def pictures(assets: Path) -> Tensor:
 
 def from_assets(name: str, assets: Path, cache: Path) -> tuple[nn.Module, list[Tensor], Line]:
     """A trained network, batches of pictures, and settings."""
-    spec = importlib.util.spec_from_file_location("load", assets / "load.py")
-    assert spec is not None
-    assert spec.loader is not None
-    load: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(load)
-    statistics = getattr(load, STATISTICS[name])
-    mean, std = (torch.tensor(statistics[part]).view(3, 1, 1) for part in ("mean", "std"))
+    loaded = imagenet.network(name, assets)
     pixels = torch.load(cache / "pictures.pt")
-    batches = [(some / 255 - mean) / std for some in pixels.split(BATCH)]
-    return getattr(load, name)(), batches, {"lr": RATES[name][-1], "fisher_alpha": 0.0}
+    batches = [loaded.preprocess.normalise(some / 255) for some in pixels.split(BATCH)]
+    return loaded.model, batches, {"lr": RATES[name][-1], "fisher_alpha": 0.0}
 
 
 def random_network(name: str, batch: int) -> tuple[nn.Module, list[Tensor], Line]:

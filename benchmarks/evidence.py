@@ -32,8 +32,7 @@ from torch import Tensor
 
 import fata
 from benchmarks.archive import lines
-from fata.adapter import BALANCED
-from fata.bench.cell import Cell
+from benchmarks.guard import Case
 from fata.corruptions import EXTRA
 from fata.distributed.ranks import SINGLE
 from fata.guard.events import Watched
@@ -93,43 +92,34 @@ class Recording:
 # -- recording --------------------------------------------------------------------------------
 
 
-def record(
-    model: str, data: str, name: str, domain: str, method: str, rate: int, images: int, every: int
-) -> dict[str, Any]:
+class Recorded(Case):
+    """A case on one of `SCENARIOS`."""
+
+    streams = SCENARIOS
+
+
+def record(case: Recorded, every: int) -> dict[str, Any]:
     """Run one stream."""
-    loaded = fata.zoo.load(model)
-    options = dict(SCENARIOS[name])
-    size = options.pop("batch_size", 64)
-    spec, own = ("eata+fata", BALANCED) if method == "auto" else (method, {})
-    fields = {**loaded.settings(spec, size), **own} if method != "auto" else dict(own)
-    fields = {k: v for k, v in fields.items() if k not in ("lr", "fisher_alpha")}
-    blend = {"blend": True} if method == "auto" and has_running(loaded.model) else {}
-    rates = {"lr": "paper"} if spec.startswith("eata") else {}  # its own go with its penalty
-    cell = Cell(model, data, name, (domain,), 5, spec, 0, size, fields=rates)
-    lr = rate * (cell.rate(loaded).value or 0)
-    adapted = fata.adapt(loaded.model, spec, guard=None, lr=lr, **fields, **blend)
-    blends = {"blend": True} if has_running(loaded.model) else {}
-    source = fata.adapt(fata.zoo.load(model).model, "norm", **blends)
-    beside = fata.adapt(fata.zoo.load(model).model, "norm") if blends and not blend else None
-    scenario = name.split()[0]
-    stream = fata.stream(
-        fata.data.open(data, fit=loaded), scenario, domains=[domain], batch_size=size,
-        images=images, **options,
-    )  # fmt: skip
+    adapted, loaded = case.adapter(guard=False), case.load()
+    blends: dict[str, Any] = {"blend": True} if has_running(loaded.model) else {}
+    source = fata.adapt(loaded.model, "norm", **blends)
+    moves = blends and case.method != "auto"
+    beside = fata.adapt(case.load().model, "norm") if moves else None
     batches = []
-    for number, batch in enumerate(stream):
-        pictures = loaded.preprocess.normalise(batch.images)
-        answers = adapted(pictures).argmax(1)
+    for number, (images, labels, _) in enumerate(case.batches()):
+        answers = adapted(images).argmax(1)
         if number % every:
             continue
-        sure, still = source(pictures).softmax(1).max(1)
-        found = [batch.labels, answers, still, (sure * 1000).round().long()]
+        sure, still = source(images).softmax(1).max(1)
+        found = [labels, answers, still, (sure * 1000).round().long()]
         if beside:
-            sure, moved = beside(pictures).softmax(1).max(1)
+            sure, moved = beside(images).softmax(1).max(1)
             found += [moved, (sure * 1000).round().long()]
         batches.append([column.tolist() for column in found])
-    values = {"model": model, "scenario": name, "domain": domain, "method": method, "rate": rate}
-    return {**values, "classes": loaded.classes, "every": every, "batches": batches}
+    values = {"model": case.model, "scenario": case.stream, "domain": case.domains[0]}
+    values["method"] = case.method
+    figures = {"rate": case.rate, "classes": loaded.classes, "every": every}
+    return {**values, **figures, "batches": batches}
 
 
 # -- judging ----------------------------------------------------------------------------------
@@ -255,8 +245,8 @@ def main() -> None:
                 return
             images = min(args.images, 640) if name == "normal 1" else args.images
             every = 1 if name == "normal 1" else args.every
-            cell = record(model, args.data, name, domain, method, rate, images, every)
-            print(json.dumps(cell), file=file, flush=True)
+            case = Recorded(model, args.data, name, (domain,), method, rate, images)
+            print(json.dumps(record(case, every)), file=file, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,53 @@
 
     python -m benchmarks.guard --seconds 1200 --file guard.jsonl            # the extra corruptions
     python -m benchmarks.guard --seconds 1200 --file guard.jsonl --judge    # the benchmark's 15
+    python -m benchmarks.guard --judge --device cuda --jobs 12 --speed fast --seconds 200 \
+        --file guard.jsonl
+    python -m benchmarks.guard --assets DIR --models vit_tiny resnet50      # `benchmarks.imagenet`
+    python -m benchmarks.guard --streams long                               # 50,000 images each
     python -m benchmarks.guard --show guard.jsonl
 
 Each line of the file is one stream: the accuracy of `source` and `norm`, of a method with the guard
-and without, the guard's events, and what `adapter.health` said beside what was true. A guard
-without events changes nothing, so the method alone runs only where there were some.
+and without, the guard's events, and the estimates of `adapter.health`. A guard without events
+changes nothing, so the method without it runs only if there were events. Each of the `--jobs`
+processes draws streams of its own. One that fails is reported, and the next one is drawn.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import gc
 import json
+import logging
+import multiprocessing
 import random
+import sys
+import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
-from statistics import correlation, mean
-from typing import Any
+from statistics import mean
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 import fata
+from benchmarks import imagenet
+from benchmarks.guard_tables import show
 from fata.adapter import BALANCED, Adapter
 from fata.bench.cell import Cell
 from fata.corruptions import EXTRA, NAMES
+from fata.data.dataset import data_name
+from fata.guard.health import Health
 from fata.network.norms import has_running
-from fata.zoo import mini
+from fata.zoo import Loaded, mini
 
 SEVERAL = ("mixed", "continual", "gradual", "recurring")  # domains in one stream
 STREAMS: dict[str, dict[str, Any]] = {
@@ -52,14 +70,27 @@ STREAMS: dict[str, dict[str, Any]] = {
     "normal, half noise": {"noise": True},
     "bs1": {"batch_size": 1},
     **{f"normal, batches of {size}": {"batch_size": size} for size in (2, 4, 8, 16, 200)},
+    "long": {"length": 50_000},
 }
+DRAWN = tuple(name for name in STREAMS if name != "long")
 METHODS = ("auto", *(h + plus for h in ("tent", "eata", "sar", "deyo") for plus in ("", "+fata")))
-HARM = -1.0  # percentage points against not adapting
+
+
+@cache
+def _loaded(name: str, assets: str) -> Loaded:
+    return imagenet.network(name, assets) if assets else fata.zoo.load(name)
+
+
+@cache
+def _opened(data: str, model: str, assets: str) -> fata.data.Dataset:
+    return fata.data.open(data, fit=_loaded(model, assets))
 
 
 @dataclass(frozen=True)
 class Case:
     """A method at a multiple of its rate on one stream."""
+
+    streams: ClassVar[Mapping[str, dict[str, Any]]] = STREAMS  # their options, by name
 
     model: str
     data: str
@@ -68,136 +99,149 @@ class Case:
     method: str
     rate: int
     images: int  # of each domain
+    device: str = "cpu"
+    speed: str = "exact"
+    assets: str = ""  # folder with the network
+
+    def load(self) -> Loaded:
+        """A copy of the network, on the device."""
+        loaded = _loaded(self.model, self.assets)
+        return replace(loaded, model=copy.deepcopy(loaded.model).to(self.device))
+
+    @cached_property
+    def _images(self) -> tuple[fata.data.Stream, Tensor, Tensor]:
+        """The stream, each of its images once, and the number of each row's image."""
+        options = {k: v for k, v in self.streams[self.stream].items() if k != "noise"}
+        stream = fata.stream(
+            _opened(self.data, self.model, self.assets), self.stream.replace(",", "").split()[0],
+            domains=list(self.domains), images=self.images, **options,
+        )  # fmt: skip
+        rows = torch.stack((stream.domain, stream.index), 1)
+        once, number = rows.unique(dim=0, return_inverse=True)
+        source = replace(
+            stream, domain=once[:, 0], index=once[:, 1], starts=(0,), resets=(True,), batch_size=64
+        )
+        images = torch.cat([batch.images for batch in source.serve(self.device, workers=0)])
+        return stream, images, number.to(self.device)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Images as the network takes them, labels, and which of them count."""
-        options = {**STREAMS[self.stream]}
-        noise, loaded = options.pop("noise", False), fata.zoo.load(self.model)
-        stream = fata.stream(
-            fata.data.open(self.data, fit=loaded), self.stream.split(",")[0], **options,
-            domains=list(self.domains), images=self.images,
-        )  # fmt: skip
+        stream, pool, number = self._images
+        noise = self.streams[self.stream].get("noise", False)
+        use, labels = _loaded(self.model, self.assets).preprocess, stream.labels.to(self.device)
         generator = torch.Generator().manual_seed(0)
-        for batch in stream:
-            images, count = batch.images, torch.ones(len(batch.images), dtype=torch.bool)
+        for first, last, _ in stream.spans:
+            images = pool[number[first:last]]
+            count = torch.ones(len(images), dtype=torch.bool, device=self.device)
             if noise:
                 count[::2] = False
                 values = torch.rand(images.shape, generator=generator)
                 images = torch.where(count[:, None, None, None], images, values.to(images))
-            yield loaded.preprocess.normalise(images), batch.labels, count
+            yield use.normalise(images), labels[first:last], count
 
     def adapter(self, *, guard: bool) -> Adapter:
         """As `fata.adapt` gives it, at the rate of the benchmark."""
-        loaded, size = fata.zoo.load(self.model), STREAMS[self.stream].get("batch_size", 64)
-        spec, fields = self.method, {}
+        loaded, size = self.load(), self.streams[self.stream].get("batch_size", 64)
+        spec, fields = self.method, dict[str, Any]()
         if self.method == "auto":
-            spec, fields = "eata+fata", {**BALANCED, "lr": "paper"}
+            spec, fields = "eata+fata", {**BALANCED}
             fields |= {"blend": True} if has_running(loaded.model) else {}
-        elif spec.startswith("eata"):
-            fields = {"lr": "paper"}  # their own rates go with the Fisher penalty
-        else:
+        elif not spec.startswith("eata"):
             fields = loaded.settings(spec, size)
+        if self.assets:
+            fields["lr"] = imagenet.RATES[self.model][0] * min(1, size / 64)
+            fields |= {"fisher_alpha": 0} if spec.startswith("eata") else {}
+        elif spec.startswith("eata"):
+            fields["lr"] = "paper"  # their own rates go with the Fisher penalty
         rates = {"lr": fields["lr"]} if "lr" in fields else {}
         cell = Cell(self.model, self.data, "normal", ("fog",), 5, spec, 0, size, fields=rates)
         fields |= {"lr": self.rate * (cell.rate(loaded).value or 0)}
-        return fata.adapt(loaded.model, spec, guard=guard or None, **fields)
+        return fata.adapt(loaded.model, spec, guard=guard or None, speed=self.speed, **fields)
 
     def run(self) -> dict[str, Any]:
-        """Accuracies in %, the guard's events, and health beside what is true."""
-        loaded = fata.zoo.load(self.model)
-        rivals = ("source", "norm") if has_running(loaded.model) else ("source",)
-        still = {name: fata.adapt(fata.zoo.load(self.model).model, name) for name in rivals}
-        guarded = self.adapter(guard=True)
-        right, seen = dict.fromkeys((*rivals, "with"), 0), 0
-        told: dict[str, list[float]] = {"health_source": [], "health_adapted": []}
-        for images, labels, count in self.batches():
-            answers = {"with": guarded(images), **{name: still[name](images) for name in rivals}}
-            found = {name: int((a.argmax(1) == labels)[count].sum()) for name, a in answers.items()}
-            right = {name: right[name] + found[name] for name in right}
-            seen += int(count.sum())
-            health = guarded.health
-            if health is not None:
-                told["health_source"].append(health.source)
-                told["health_adapted"].append(health.adapted)
-        accuracy = {name: 100 * n / seen for name, n in right.items()}
+        """Accuracies in %, the guard's events, and the mean estimates of `health`."""
+        guarded, rivals = self.adapter(guard=True), ["source"]
+        if has_running(guarded.model):
+            rivals.append("norm")
+        still = {name: fata.adapt(self.load().model, name, speed=self.speed) for name in rivals}
+        accuracy, checks = self._measure({"with": guarded, **still})
         assert guarded.guard is not None
         events = [(event.batch, event.action) for event in guarded.guard.events]
-        accuracy["without"] = self._alone() if events else accuracy["with"]
-        estimates = {name: 100 * mean(values) for name, values in told.items()}
-        return {**asdict(self), **accuracy, "events": events, **estimates}
+        accuracy["without"] = accuracy["with"]
+        if events:
+            accuracy |= self._measure({"without": self.adapter(guard=False)})[0]
+        told = {k: v for k, v in asdict(self).items() if k != "assets"}
+        return {
+            **told, "data": data_name(self.data), **accuracy, "events": events,
+            "health_source": 100 * mean(h.source for h in checks) if checks else None,
+            "health_adapted": 100 * mean(h.adapted for h in checks) if checks else None,
+        }  # fmt: skip
 
-    def _alone(self) -> float:
-        adapted, right, seen = self.adapter(guard=False), 0, 0
+    def _measure(self, adapters: Mapping[str, Adapter]) -> tuple[dict[str, float], list[Health]]:
+        """Accuracies, read from the device at the end, and the `health` after each batch."""
+        right = torch.zeros(len(adapters), dtype=torch.float64, device=self.device)
+        seen, checks = right.new_zeros(()), list[Health]()
         for images, labels, count in self.batches():
-            right += int((adapted(images).argmax(1) == labels)[count].sum())
-            seen += int(count.sum())
-        return 100 * right / seen
+            found = [adapted(images).argmax(1) == labels for adapted in adapters.values()]
+            right += (torch.stack(found) & count).sum(1)
+            seen += count.sum()
+            checks += [adapted.health for adapted in adapters.values() if adapted.health]
+        return dict(zip(adapters, (100 * right / seen).tolist(), strict=True)), checks
 
 
-def cases(
-    models: list[str], data: str, domains: list[str], images: int, seed: int
-) -> Iterable[Case]:
+def cases(args: argparse.Namespace, seed: int) -> Iterator[Case]:
     """All of them, in random order."""
-    rng = random.Random(seed)
+    rng, domains = random.Random(seed), list(NAMES) if args.judge else ["clean", *EXTRA]
     while True:
-        stream = rng.choice(list(STREAMS))
+        stream = rng.choice(args.streams)
         several = [rng.choice(domains)]
         if stream in SEVERAL:
             several = rng.sample([name for name in domains if name != "clean"], 4)
         small = STREAMS[stream].get("batch_size", 64) < 4
-        few = images // {"gradual": 16}.get(stream, 4 if small or len(several) > 1 else 1)
+        few = args.images // {"gradual": 16}.get(stream, 4 if small or len(several) > 1 else 1)
         yield Case(
-            rng.choice(models), data, stream, tuple(several), rng.choice(METHODS),
-            rng.choice((1, 10)), few,
+            rng.choice(args.models), args.data, stream, tuple(several), rng.choice(METHODS),
+            rng.choice((1,) if stream == "long" else (1, 10)), few, args.device, args.speed,
+            args.assets,
         )  # fmt: skip
 
 
-# -- tables -----------------------------------------------------------------------------------
+def work(args: argparse.Namespace, number: int) -> None:
+    """Run streams until the time is up; each is one line of the file, written at once."""
+    warnings.simplefilter("ignore")
+    logging.getLogger("fata").setLevel(logging.ERROR)  # the guard's events are in the file
+    torch.set_num_threads(1)
+    if args.device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")  # as `fata bench` does
+    begun = time.monotonic()
+    with args.file.open("ab", buffering=0) as file, suppress(KeyboardInterrupt):
+        for case in cases(args, args.seed + number):
+            if time.monotonic() - begun > args.seconds:
+                return
+            try:
+                file.write(f"{json.dumps(case.run())}\n".encode())
+            except Exception as error:
+                why = traceback.format_exception_only(error)[-1].strip()
+                print(f"{case}: {why}", file=sys.stderr, flush=True)
+            gc.collect()  # adapters are in reference cycles, and hold memory of the device
 
 
-def show(found: list[dict[str, Any]]) -> None:
-    """A line a kind of stream, and what health is worth."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for one in found:
-        groups.setdefault(one["stream"], []).append(one)
-    print("| streams | | healthy | changed by | worst | harmed | without | with | below | worst |")
-    print("|---|" + "---:|" * 9)
-    for name, some in (*((n, groups[n]) for n in STREAMS if n in groups), ("together", found)):
-        print(f"| {' | '.join((name, *_row(some)))} |")
-    for one in sorted(found, key=_against)[:20]:
-        if _against(one) < HARM:
-            print(_against(one), {k: v for k, v in one.items() if not k.startswith("health")})
-    for model in dict.fromkeys(one["model"] for one in found):
-        some = [one for one in found if one["model"] == model]
-        pairs = [(one["health_source"], one["source"]) for one in some]
-        print(
-            f"{model}: health.source is off by {mean(abs(a - b) for a, b in pairs):.1f} points, "
-            f"correlation {correlation(*zip(*pairs, strict=True)):.2f}"
-        )
-
-
-def _best(one: dict[str, Any]) -> float:
-    return max(one["source"], one.get("norm", 0))
-
-
-def _against(one: dict[str, Any]) -> float:
-    return one["with"] - _best(one)
-
-
-def _row(some: list[dict[str, Any]]) -> tuple[str, ...]:
-    healthy = [one["with"] - one["without"] for one in some if one["without"] - _best(one) >= HARM]
-    harmed = [one for one in some if one["without"] - _best(one) < HARM]
-    return (
-        str(len(some)),
-        str(len(healthy)),
-        f"{mean(healthy):+.2f}" if healthy else "",
-        f"{min(healthy):+.2f}" if healthy else "",
-        str(len(harmed)),
-        f"{mean(one['without'] - _best(one) for one in harmed):+.2f}" if harmed else "",
-        f"{mean(_against(one) for one in harmed):+.2f}" if harmed else "",
-        str(sum(_against(one) < HARM for one in some)),
-        f"{min(map(_against, some)):+.2f}",
-    )
+def work_in_processes(args: argparse.Namespace) -> None:
+    """`work` in `--jobs` processes; Ctrl-C ends them all."""
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=work, args=(args, number)) for number in range(args.jobs)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    except KeyboardInterrupt:
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()
+    for number, worker in enumerate(workers):
+        if worker.exitcode:
+            print(f"worker {number} ended with {worker.exitcode}", file=sys.stderr)
 
 
 def main() -> None:
@@ -206,24 +250,33 @@ def main() -> None:
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--models", nargs="+", default=list(mini.CIFAR10))
     parser.add_argument("--data", default="embedded")
+    parser.add_argument("--assets", default="", metavar="DIR", help="of `benchmarks.imagenet`")
     parser.add_argument("--judge", action="store_true", help="the 15 instead of the extra ones")
+    parser.add_argument(
+        "--streams", nargs="+", default=list(DRAWN), choices=list(STREAMS), metavar="NAME",
+        help=f"of {'; '.join(STREAMS)} (default: all but long)".replace("%", "%%"),
+    )  # fmt: skip
     parser.add_argument("--images", type=int, default=2000, help="of a stream")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--speed", default="exact", choices=("exact", "fast"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the draw of the streams")
     parser.add_argument("--file", type=Path, default=Path("guard.jsonl"))
     args = parser.parse_args()
     if args.show:
-        show([json.loads(line) for path in args.show for line in path.read_text().splitlines()])
+        lines = [line for path in args.show for line in path.read_text().splitlines()]
+        show([json.loads(line) for line in lines], STREAMS)
         return
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    domains = list(NAMES) if args.judge else ["clean", *EXTRA]
-    begun = time.monotonic()
-    with args.file.open("a") as file:
-        for case in cases(args.models, args.data, domains, args.images, args.seed):
-            if time.monotonic() - begun > args.seconds:
-                return
-            print(json.dumps(case.run()), file=file, flush=True)
+    if args.assets and set(args.models) - set(imagenet.RATES):
+        parser.error(f"--assets has the models {', '.join(imagenet.RATES)}")
+    with tempfile.TemporaryDirectory() as folder:
+        if args.assets:
+            args.data = imagenet.unpack(args.assets, Path(folder))
+        if args.jobs == 1:
+            work(args, 0)
+        else:
+            work_in_processes(args)
 
 
 if __name__ == "__main__":

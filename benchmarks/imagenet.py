@@ -32,6 +32,26 @@ STATISTICS = {"resnet50": "IMAGENET", "vit_tiny": "HALF"}
 HOSTS = ("tent", "eata:fisher_alpha=0", "sar", "deyo")
 
 
+def network(name: str, folder: str | Path) -> Loaded:
+    """A network of the folder, `vit_tiny` or `resnet50`."""
+    spec = importlib.util.spec_from_file_location("load", Path(folder) / "load.py")
+    assert spec is not None
+    assert spec.loader is not None
+    load: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(load)
+    statistics, model = getattr(load, STATISTICS[name]), getattr(load, name)()
+    use = Preprocess(resize=224, size=224, interpolation="bilinear", **statistics)
+    return Loaded(name, model, use, 1000, Weights.of(model, name, "assets"))
+
+
+def unpack(folder: str | Path, place: Path) -> str:
+    """Unpack the pictures of the folder; returns their name for `fata.data.open`."""
+    for file in sorted(Path(folder).glob("*.tar")):
+        with tarfile.open(file) as tar:
+            tar.extractall(place / "imagenet-pictures", filter="data")
+    return f"folder:{place / 'imagenet-pictures'}"
+
+
 @dataclass
 class Assets(Nudged):
     """A runner that also knows the networks of a folder."""
@@ -39,17 +59,7 @@ class Assets(Nudged):
     folder: str = ""
 
     def _load(self, name: str) -> Loaded:
-        if name not in RATES:
-            return super()._load(name)
-        spec = importlib.util.spec_from_file_location("load", Path(self.folder) / "load.py")
-        assert spec is not None
-        assert spec.loader is not None
-        load: Any = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(load)
-        statistics, network = getattr(load, STATISTICS[name]), getattr(load, name)()
-        use = Preprocess(resize=224, size=224, interpolation="bilinear", **statistics)
-        weights = Weights.of(network, name, "assets")
-        return self.nudged(Loaded(name, network, use, 1000, weights))
+        return self.nudged(network(name, self.folder)) if name in RATES else super()._load(name)
 
 
 def methods(rates: tuple[float, ...]) -> tuple[str, ...]:
@@ -87,11 +97,7 @@ def main() -> None:
     args = parser.parse_args()
     store, runner = Store(args.store), Assets(args.device, folder=args.assets, by=args.nudge)
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "imagenet-pictures"
-        for file in sorted(Path(args.assets).glob("*.tar")):
-            with tarfile.open(file) as tar:
-                tar.extractall(place, filter="data")
-        tasks = []
+        data, tasks = unpack(args.assets, Path(folder)), []
         for model in args.models:
             named = [
                 method
@@ -106,7 +112,7 @@ def main() -> None:
             ]
             grid = Grid(
                 models=(model,),
-                data=(f"folder:{place}",),
+                data=(data,),
                 methods=tuple(named),
                 domains=tuple(args.domains) if args.domains else None,
                 images=args.images,

@@ -829,7 +829,7 @@ def test_a_step_waits_where_it_must_alone(net, spec, guard, device, monkeypatch)
     engine, images, waits = adapter._engine, batches(device)[0], []
     for _ in range(3):
         adapter(images)
-    engine.state.watched = Watched(since=13, last=13)
+    engine.state.watched = Watched(since=130, last=130)
     assert engine.checks_pixels
 
     def may_wait(kind, name):

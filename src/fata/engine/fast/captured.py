@@ -210,7 +210,7 @@ class CapturedFunction:
         except Exception as error:  # the compiler's own are of many kinds
             _left("compiled", error)
         else:
-            self._calls, self._graph = 0, None
+            self._calls, self._graph, self._outputs, self._pool = 0, None, (), None
         seconds = time.perf_counter() - begun
         log.info("compiling a pass (%s) took %.0f s", self.name, seconds)
         return seconds

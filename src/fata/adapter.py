@@ -60,7 +60,7 @@ class Adapter(Stateful):
             settings; None or False: no guard.
         seed: of the adapter's own random numbers; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16,
-            captured and compiled passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
+            captured passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
             model on a GPU that has bfloat16, else `exact`.
         group: ranks of `torch.distributed` that share every batch, each with an adapter made
             alike; None: this process alone. See below.

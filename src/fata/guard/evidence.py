@@ -20,9 +20,9 @@ its standard deviation: then only the batch is counted),
 
 Elsewhere, too, BatchNorm with the batch's statistics moves images by itself, if batches are small
 or classes unequal. The source weights with the batch's statistics predict b, with confidence q. If
-b, too, differs from s, which the same weights predicted with better statistics,
+a = b, the same weights differ by their statistics alone, so their confidences can be compared, and
 
-    x  =  1 if p > q, else -1
+    x  =  1 if p > q,  -1 if p < q,  each by more than that limit;  else 0
 
 If images were moved by chance, the odds would stay even. x is a bet against that:
 
@@ -48,7 +48,7 @@ CERTAIN = 100.0  # log odds of what needs no evidence, such as logits that have 
 class Evidence(NamedTuple):
     """What one check shows."""
 
-    latest: Tensor  # a row an image: s, a, p, and x if BatchNorm's statistics moved it, else 0
+    latest: Tensor  # a row an image: s, a, p, and p - q if BatchNorm's statistics moved it, else 0
     harm: float  # log odds by the images of this check
     gain: float
     health: Health | None  # None: no image has been compared
@@ -65,13 +65,13 @@ def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ra
     """
     p, s = source.float().softmax(1).max(1)
     a = logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
-    x = torch.zeros_like(p)
+    d = torch.zeros_like(p)
     if beside is not None:
         q, b = beside.float().softmax(1).max(1)
-        x = torch.where(p > q, 1.0, -1.0) * (b != s)
+        d = (p - q) * (a == b)
     total, here = group.place(len(p))
     rows = p.new_zeros(total, 4)
-    rows[here] = torch.stack((s.to(p), a.to(p), p, x), 1)
+    rows[here] = torch.stack((s.to(p), a.to(p), p, d), 1)
     return group.sum(rows).cpu()
 
 
@@ -86,7 +86,7 @@ def compare(
         classes: number of classes.
         rows: images that are counted.
         bet: k.
-        real: limit of the correlation.
+        real: limit of the correlation, and of a difference of confidences.
     """
     now = now[~now[:, 2].isnan()]
     fine = now[now[:, 1] >= 0]
@@ -105,12 +105,12 @@ def compare(
 def _harm(rows: Tensor, classes: int, real: float) -> Tensor:
     """The x of each row."""
     s, a = rows[:, 0].long(), rows[:, 1].long()
-    p, by_statistics = rows[:, 2], rows[:, 3]
+    p, d = rows[:, 2], rows[:, 3]
     moved, (n0, n) = a != s, (c.bincount(minlength=classes) for c in (s, a))
     if _few(rows, classes) > real:
         return torch.where(moved & (p > p.mean()), 1, -_towards(n0, a, s))
     x = _towards(torch.maximum(n0, n), a, s)
-    return torch.where(moved & (by_statistics != 0), by_statistics, x)
+    return torch.where(moved & (d != 0), d.sign() * (d.abs() > real), x)
 
 
 def _towards(counts: Tensor, a: Tensor, s: Tensor) -> Tensor:

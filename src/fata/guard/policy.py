@@ -41,7 +41,8 @@ class Guard:
         rows: images that the averages are over.
         bet: k, what is bet on an image; see `fata.guard.evidence`.
         level: of the odds of harm that puts the adapted model aside.
-        real: correlation of frequency and confidence above which classes really are frequent.
+        real: above it, a correlation of frequency and confidence, or a difference of confidences,
+            is taken to be real.
         trial: predictions of the source model before an adapted one that still does harm restarts.
         slower: factor of the rate when it does.
         patience: restarts before the model rests.

@@ -22,6 +22,7 @@ from fata.bench.store import Record
 FORMS = ("", "+fata", "+fata, FATA balanced", "+fata, both balanced")
 HALF = " 1/2"  # FATA at half weight
 FAR = 2.0  # points
+SHOWN = 5  # harmed streams of a method, at most
 BALANCE = {  # archives; of two runs of a stream the later counts
     "Tiny-ImageNet networks": ("tiny200", "balance-tiny200"),
     "embedded networks": ("balance-mini",),
@@ -65,9 +66,11 @@ def variant(record: Record) -> str:
 
 
 def stream(record: Record) -> str:
-    """The corruptions; frost differs by the pictures it was made of."""
-    names = str(record.protocol["domains"])
-    return names + record.protocol["data"]["frost"] if "frost" in names else names
+    """The corruption; frost differs by the pictures it was made of."""
+    names = record.protocol["domains"]
+    name = names[0] if len(names) == 1 else f"{len(names)} corruptions"
+    frost = any("frost" in name for name in names)
+    return f"{name} ({record.protocol['data']['frost']})" if frost else name
 
 
 def by_variant(records: Iterable[Record]) -> dict[tuple[str, str], dict[str, Cells]]:
@@ -79,6 +82,11 @@ def by_variant(records: Iterable[Record]) -> dict[tuple[str, str], dict[str, Cel
             at = found.setdefault((p["model"], p["scenario"]["name"]), {})
             at.setdefault(variant(record), {})[stream(record)] = record.result["accuracy"]
     return found
+
+
+def points(accuracy: float, other: float) -> float:
+    """How far one accuracy is above another; without the noise that decides at a limit."""
+    return round(accuracy - other, 6)
 
 
 def shared(methods: Mapping[str, Cells]) -> dict[str, Cells]:
@@ -105,12 +113,20 @@ def forms(networks: Networks, half: str = HALF) -> list[Gap]:
             for form in FORMS[1:]:
                 for corruption, accuracy in own.get(form, {}).items():
                     source, alone, paper = (own[f][corruption] for f in ("source", "", "+fata"))
-                    over = (accuracy - alone, accuracy - source, accuracy - paper)
-                    harmed = (alone - source < -HARM, paper - source < -HARM)
-                    healthy = not harmed[1] and paper - alone >= -NEAR
-                    gaps.append(
-                        Gap(form, model, scenario, host, corruption, *over, *harmed, healthy)
+                    gap = Gap(
+                        form,
+                        model,
+                        scenario,
+                        host,
+                        corruption,
+                        over_host=points(accuracy, alone),
+                        over_source=points(accuracy, source),
+                        over_paper=points(accuracy, paper),
+                        host_harmed=points(alone, source) < -HARM,
+                        paper_harmed=points(paper, source) < -HARM,
+                        paper_healthy=points(paper, max(source - HARM, alone - NEAR)) >= 0,
                     )
+                    gaps.append(gap)
     titles = ["scenario", "network", "host", "streams", "source", *(f or "host" for f in FORMS)]
     print(markdown(titles, rows))
     return gaps
@@ -146,8 +162,8 @@ def summary(gaps: Iterable[Gap], networks: bool = True) -> None:
     print("\n" + markdown(["where", "form", *facts], rows))
 
 
-def far_below(records: Iterable[Record], gaps: Iterable[Gap]) -> None:
-    """Print what host and FATA learned from where a balanced form is far below its host."""
+def below_host(records: Iterable[Record], gaps: Iterable[Gap]) -> None:
+    """Print what host and FATA learned from, where a balanced form is below its host."""
     found = {
         (r.protocol["model"], r.protocol["scenario"]["name"], variant(r), stream(r)): r.result
         for r in records
@@ -160,7 +176,7 @@ def far_below(records: Iterable[Record], gaps: Iterable[Gap]) -> None:
 
     rows = []
     for gap in sorted(gaps, key=lambda gap: gap.over_host):
-        if gap.over_host < -FAR and gap.form in FORMS[2:]:
+        if gap.over_host < -NEAR and gap.form in FORMS[2:]:
             alone, with_fata = (
                 found[gap.network, gap.scenario, method(gap.host, form), gap.corruption]
                 for form in ("", gap.form)
@@ -178,21 +194,18 @@ def averages(networks: Networks) -> None:
     rows = []
     for name in next(iter(every.values())):
         gaps = {
-            (model, corruption): accuracy - methods["source"][corruption]
+            (model, corruption): points(accuracy, methods["source"][corruption])
             for model, methods in every.items()
             for corruption, accuracy in methods[name].items()
         }
-        worst = min(gaps, key=gaps.__getitem__)
         means = [mean(methods[name].values()) for methods in every.values()]
-        harmed = [at[0] for at, gap in gaps.items() if gap < -HARM]
-        facts = [
-            f"{gaps[worst]:+.2f}",
-            " ".join(worst),
-            "/".join(f"{harmed.count(m)}" for m in every),
-        ]
+        harmed = sorted((gap, *at) for at, gap in gaps.items() if gap < -HARM)
+        shown = [f"{gap:+.2f} {model} {corruption}" for gap, model, corruption in harmed[:SHOWN]]
+        facts = [f"{min(gaps.values()):+.2f}", f"{len(harmed)} of {len(gaps)}", ", ".join(shown)]
         rows.append([name, *(f"{m:.2f}" for m in [*means, mean(means)]), *facts])
     titles = [f"{model} ({len(methods['source'])})" for model, methods in every.items()]
-    print(markdown(["method", *titles, "mean", "worst against source", "where", "harmed"], rows))
+    harm = ["worst against source", f"{HARM:g} below", "these are"]
+    print(markdown(["method", *titles, "mean", *harm], rows))
 
 
 def sources(name: str) -> dict[tuple[str, str], dict[str, Cells]]:
@@ -238,8 +251,8 @@ def main() -> None:
         records, gaps = [*records, *own], [*gaps, *found]
     print("\n# Class balance on all of these streams")
     summary(gaps, networks=False)
-    print(f"\n# Streams over {FAR:g} below the host")
-    far_below(records, gaps)
+    print(f"\n# Streams over {NEAR} below the host")
+    below_host(records, gaps)
     print("\n# Class balance on the extra corruptions")
     extra = by_variant(kept("balance-extra"))
     for half in ("", HALF):

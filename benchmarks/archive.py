@@ -1,6 +1,7 @@
 """The runs behind docs/results.md, kept small: `python -m benchmarks.archive results.db NAME`.
 
-A store without its curves and counts by class, a line a cell, in benchmarks/runs/NAME.jsonl.gz.
+A store without its curves, counts by class and pictures, a line a cell, in
+benchmarks/runs/NAME.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from fata.bench.store import Record, Store
 
 RUNS = Path(__file__).with_name("runs")
-LARGE = ("curve", "classes")
+LARGE = ("curve", "classes", "samples")
 
 
 def lines(name: str) -> list[Any]:

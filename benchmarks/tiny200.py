@@ -1,13 +1,15 @@
-"""The tables of the Tiny-ImageNet networks, from the kept runs: `python -m benchmarks.tiny200`.
+"""The tables of class balance and of the Tiny-ImageNet networks: `python -m benchmarks.tiny200`.
 
-Prints what docs/lab/tiny200.md and docs/balance.md show: every method on the 15 corruptions, other
-scenarios, class balance against the hosts, the newer hosts, and methods at their default rates.
+Prints what docs/lab/tiny200.md and docs/balance.md show, from the kept runs: every method on the 15
+corruptions, other scenarios, ablations, class balance against the hosts (on the embedded networks
+and ImageNet images, too), the newer hosts, and methods at their default rates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from statistics import mean
+from typing import Any, NamedTuple
 
 from benchmarks.archive import kept
 from benchmarks.balance import HARM, NEAR
@@ -18,7 +20,37 @@ from fata.bench.report.tables import comparisons
 from fata.bench.store import Record
 
 FORMS = ("", "+fata", "+fata, FATA balanced", "+fata, both balanced")
+HALF = " 1/2"  # FATA at half weight
+FAR = 2.0  # points
+SHOWN = 5  # harmed streams of a method, at most
+BALANCE = {  # archives; of two runs of a stream the later counts
+    "Tiny-ImageNet networks": ("tiny200", "balance-tiny200"),
+    "embedded networks": ("balance-mini",),
+    "ImageNet images": ("imagenet", "balance-imagenet"),
+}
 Cells = dict[str, float]  # accuracy, by corruption
+Networks = Mapping[tuple[str, str], Mapping[str, Cells]]  # by network and scenario, then by method
+
+
+class Gap(NamedTuple):
+    """A form of FATA on a stream, and how many points it is above others."""
+
+    form: str
+    network: str
+    scenario: str
+    host: str
+    corruption: str
+    over_host: float
+    over_source: float
+    over_paper: float  # the paper's FATA
+    host_harmed: bool
+    paper_harmed: bool
+    paper_healthy: bool  # not harmed, and near its host or above
+
+
+def method(host: str, form: str, half: str = HALF) -> str:
+    """The name that `variant` gives to a form of a host."""
+    return host + form + (half if "balanced" in form else "")
 
 
 def variant(record: Record) -> str:
@@ -27,10 +59,18 @@ def variant(record: Record) -> str:
     name = host["name"] + (" (COME)" if host.get("entropy") == "come" else "")
     if plus is None:
         return f"{name}, balanced" if host.get("balance") else name
-    balanced = ", both balanced" if host["balance"] else ", FATA balanced"
-    form = balanced if plus["balance"] else ""
-    half = " 1/2" if plus["weight"] == 0.5 else ""
+    balanced = ", both balanced" if host.get("balance") else ", FATA balanced"
+    form = balanced if plus.get("balance") else ""
+    half = HALF if plus.get("weight") == 0.5 else ""
     return f"{name}+fata{form}{half}"
+
+
+def stream(record: Record) -> str:
+    """The corruption; frost differs by the pictures it was made of."""
+    names = record.protocol["domains"]
+    name = names[0] if len(names) == 1 else f"{len(names)} corruptions"
+    frost = any("frost" in name for name in names)
+    return f"{name} ({record.protocol['data']['frost']})" if frost else name
 
 
 def by_variant(records: Iterable[Record]) -> dict[tuple[str, str], dict[str, Cells]]:
@@ -40,70 +80,197 @@ def by_variant(records: Iterable[Record]) -> dict[tuple[str, str], dict[str, Cel
         p = record.protocol
         if p["seed"] == 0:
             at = found.setdefault((p["model"], p["scenario"]["name"]), {})
-            at.setdefault(variant(record), {})[str(p["domains"])] = record.result["accuracy"]
+            at.setdefault(variant(record), {})[stream(record)] = record.result["accuracy"]
     return found
 
 
-def forms(cells: Mapping[tuple[str, str], Mapping[str, Cells]], half: str) -> None:
-    """Means of each host's forms; then how the forms compare with the host alone."""
-    rows, gaps = [], dict[tuple[str, str], list[tuple[float, float]]]()
-    for (model, scenario), methods in sorted(cells.items(), key=lambda at: at[0][::-1]):
+def points(accuracy: float, other: float) -> float:
+    """How far one accuracy is above another; without the noise that decides at a limit."""
+    return round(accuracy - other, 6)
+
+
+def shared(methods: Mapping[str, Cells]) -> dict[str, Cells]:
+    """The same methods, on the corruptions that all of them have."""
+    names = set.intersection(*(set(cells) for cells in methods.values()))
+    return {
+        method: {c: accuracy for c, accuracy in cells.items() if c in names}
+        for method, cells in methods.items()
+    }
+
+
+def forms(networks: Networks, half: str = HALF) -> list[Gap]:
+    """Print the means of each host's forms; returns how they compare on each stream."""
+    rows, gaps = [], []
+    for (model, scenario), methods in sorted(networks.items(), key=lambda at: at[0][::-1]):
         for host in HOSTS:
-            names = [host + form + (half if "balanced" in form else "") for form in FORMS]
-            own = [methods[name] for name in names]
-            means = [f"{mean(one.values()):.2f}" for one in (methods["source"], *own)]
-            rows.append([scenario, model, host, *means])
-            for form, one in zip(FORMS[1:], own[1:], strict=True):
-                gaps.setdefault((form, "all"), []).extend(
-                    found := [
-                        (one[c] - methods[host][c], one[c] - methods["source"][c]) for c in one
-                    ]
-                )
-                gaps.setdefault((form, scenario), []).extend(found)
-                gaps.setdefault((form, model), []).extend(found)
-    print(markdown(["scenario", "network", "host", "source", *(f or "host" for f in FORMS)], rows))
-    summary = []
-    for (form, where), both in gaps.items():
-        over, unadapted = zip(*both, strict=True)
-        near = f"{100 * mean(gap >= -NEAR for gap in over):.1f} %"
-        harmed = sum(gap < -HARM for gap in unadapted)
-        facts = [f"{mean(over):+.2f}", near, f"{min(over):+.2f}", f"{harmed}"]
-        summary.append([where, form, f"{len(over)}", *facts])
-    titles = ["where", "form", "streams", "over the host", f"at most {NEAR} below", "worst"]
-    print("\n" + markdown([*titles, f"{HARM:g} below source"], sorted(summary)))
+            names = {form: method(host, form, half) for form in FORMS}
+            if names[FORMS[-1]] not in methods:
+                continue
+            known = {form: methods[name] for form, name in names.items() if name in methods}
+            own = shared({"source": methods["source"], **known})
+            means = [f"{mean(own[f].values()):.2f}" if f in own else "" for f in ("source", *FORMS)]
+            rows.append([scenario, model, host, f"{len(own['source'])}", *means])
+            for form in FORMS[1:]:
+                for corruption, accuracy in own.get(form, {}).items():
+                    source, alone, paper = (own[f][corruption] for f in ("source", "", "+fata"))
+                    gap = Gap(
+                        form,
+                        model,
+                        scenario,
+                        host,
+                        corruption,
+                        over_host=points(accuracy, alone),
+                        over_source=points(accuracy, source),
+                        over_paper=points(accuracy, paper),
+                        host_harmed=points(alone, source) < -HARM,
+                        paper_harmed=points(paper, source) < -HARM,
+                        paper_healthy=points(paper, max(source - HARM, alone - NEAR)) >= 0,
+                    )
+                    gaps.append(gap)
+    titles = ["scenario", "network", "host", "streams", "source", *(f or "host" for f in FORMS)]
+    print(markdown(titles, rows))
+    return gaps
 
 
-def averages(cells: Mapping[tuple[str, str], Mapping[str, Cells]]) -> None:
-    """Mean of each method a network, and the worst stream against the source."""
-    models = [model for model, _ in cells]
+def summary(gaps: Iterable[Gap], networks: bool = True) -> None:
+    """Print how the forms compare with the host, the source and the paper's FATA."""
+    groups: dict[tuple[str, str], list[Gap]] = {}
+    for gap in gaps:
+        own = (gap.network, f"{gap.network}, {gap.scenario}") if networks else ()
+        for where in ("all", gap.scenario, *own):
+            groups.setdefault((where, gap.form), []).append(gap)
     rows = []
-    for method in next(iter(cells.values())):
-        own = [methods[method] for methods in cells.values()]
-        sources = [methods["source"] for methods in cells.values() if "source" in methods]
-        worst = min(
-            (o[c] - s[c] for o, s in zip(own, sources, strict=False) for c in o), default=0.0
-        )
-        means = [mean(one.values()) for one in own]
-        rows.append([method, *(f"{m:.2f}" for m in means), f"{mean(means):.2f}", f"{worst:+.2f}"])
-    print(markdown(["method", *models, "mean", "worst against source"], rows))
+    for (where, form), group in sorted(groups.items()):
+        below = [gap for gap in group if gap.over_host < -NEAR]
+        harmed = [gap for gap in group if gap.over_source < -HARM]
+        healthy = [gap.over_paper for gap in group if gap.paper_healthy]
+        facts = {
+            "streams": f"{len(group)}",
+            "over the host": f"{mean(gap.over_host for gap in group):+.2f}",
+            f"at most {NEAR} below": f"{100 * (1 - len(below) / len(group)):.1f} %",
+            "worst": f"{min(gap.over_host for gap in group):+.2f}",
+            f"over {NEAR} below: host harmed": f"{sum(g.host_harmed for g in below)}/{len(below)}",
+            f"over {FAR:g} below": f"{sum(gap.over_host < -FAR for gap in group)}",
+            f"{HARM:g} below source": f"{len(harmed)}",
+            "of these the host": f"{sum(gap.host_harmed for gap in harmed)}",
+            "the paper's FATA": f"{sum(gap.paper_harmed for gap in group)}",
+            "over that where it is healthy": f"{mean(healthy):+.2f} ({len(healthy)})"
+            if healthy
+            else "",
+        }
+        rows.append([where, form, *facts.values()])
+    print("\n" + markdown(["where", "form", *facts], rows))
+
+
+def below_host(records: Iterable[Record], gaps: Iterable[Gap]) -> None:
+    """Print what host and FATA learned from, where a balanced form is below its host."""
+    found = {
+        (r.protocol["model"], r.protocol["scenario"]["name"], variant(r), stream(r)): r.result
+        for r in records
+        if r.protocol["seed"] == 0
+    }
+
+    def learned(result: Mapping[str, Any], term: str) -> str:
+        right = result["pseudo_labels"][term]
+        return f"{result['counts']['selected'][term]} ({0 if right is None else right:.0f} %)"
+
+    rows = []
+    for gap in sorted(gaps, key=lambda gap: gap.over_host):
+        if gap.over_host < -NEAR and gap.form in FORMS[2:]:
+            alone, with_fata = (
+                found[gap.network, gap.scenario, method(gap.host, form), gap.corruption]
+                for form in ("", gap.form)
+            )
+            place = (gap.form, gap.scenario, gap.network, gap.host, gap.corruption)
+            over = [f"{gap.over_host:+.2f}", f"{gap.over_source:+.2f}"]
+            rows.append([*place, *over, learned(alone, gap.host), learned(with_fata, "fata")])
+    titles = ["form", "scenario", "network", "host", "corruption", "over the host", "over source"]
+    print(markdown([*titles, "rows of the host alone (right)", "rows of FATA (right)"], rows))
+
+
+def averages(networks: Networks) -> None:
+    """Mean of each method a network; its worst stream and those harmed, against the source."""
+    every = {model: shared(methods) for (model, _), methods in networks.items()}
+    rows = []
+    for name in next(iter(every.values())):
+        gaps = {
+            (model, corruption): points(accuracy, methods["source"][corruption])
+            for model, methods in every.items()
+            for corruption, accuracy in methods[name].items()
+        }
+        means = [mean(methods[name].values()) for methods in every.values()]
+        harmed = sorted((gap, *at) for at, gap in gaps.items() if gap < -HARM)
+        shown = [f"{gap:+.2f} {model} {corruption}" for gap, model, corruption in harmed[:SHOWN]]
+        facts = [f"{min(gaps.values()):+.2f}", f"{len(harmed)} of {len(gaps)}", ", ".join(shown)]
+        rows.append([name, *(f"{m:.2f}" for m in [*means, mean(means)]), *facts])
+    titles = [f"{model} ({len(methods['source'])})" for model, methods in every.items()]
+    harm = ["worst against source", f"{HARM:g} below", "these are"]
+    print(markdown(["method", *titles, "mean", *harm], rows))
+
+
+def sources(name: str) -> dict[tuple[str, str], dict[str, Cells]]:
+    """The unadapted models of kept runs."""
+    return {at: {"source": methods["source"]} for at, methods in by_variant(kept(name)).items()}
+
+
+def ablations(records: Iterable[Record]) -> None:
+    """Mean and collapsed streams of each setting; the mean but frost, and where none collapses."""
+    found: dict[str, dict[str, Record]] = {}
+    usual: Mapping[str, Any] = {}
+    for record in records:
+        fields = record.protocol["plus"] or {}
+        usual = usual or fields
+        changed = [f"{name}={fields[name]}" for name in fields if fields[name] != usual[name]]
+        name = ":".join([record.protocol["method"], *changed])
+        found.setdefault(name, {})[stream(record)] = record
+    collapsed = {
+        name: {c for c, r in own.items() if r.result["collapsed_at"] is not None}
+        for name, own in found.items()
+    }
+    calm = set.intersection(*map(set, found.values())).difference(*collapsed.values())
+    rows = []
+    for name, own in found.items():
+        still = [c for c in own if "frost" not in c]
+        means = [mean(own[c].result["accuracy"] for c in some) for some in (own, still, calm)]
+        where = ", ".join(sorted(collapsed[name]))
+        rows.append([name, *(f"{m:.2f}" for m in means), where, *{c for c in own if "frost" in c}])
+    titles = ["method", "15", "14: all but frost", f"{len(calm)}: where no setting collapses"]
+    print(markdown([*titles, "collapsed", "frost"], rows))
 
 
 def main() -> None:
     """Print them all."""
     for comparison in comparisons(kept("tiny200")):
         print(report(comparison))
-    print("\n# Class balance on the 15, FATA at half weight")
-    forms(by_variant([*kept("tiny200"), *kept("balance-tiny200")]), " 1/2")
+    records, gaps = list[Record](), list[Gap]()
+    for title, archives in BALANCE.items():
+        print(f"\n# Class balance on the 15, FATA at half weight: {title}")
+        own = [record for name in archives for record in kept(name)]
+        found = forms(by_variant(own))
+        summary(found)
+        records, gaps = [*records, *own], [*gaps, *found]
+    print("\n# Class balance on all of these streams")
+    summary(gaps, networks=False)
+    print(f"\n# Streams over {NEAR} below the host")
+    below_host(records, gaps)
     print("\n# Class balance on the extra corruptions")
     extra = by_variant(kept("balance-extra"))
-    for half in ("", " 1/2"):
-        forms(extra, half)
+    for half in ("", HALF):
+        summary(forms(extra, half))
+    print("\n# Single images")
+    averages(by_variant(kept("bs1-tiny200")))
+    print("\n# Ablations")
+    ablations(kept("ablations-tiny200"))
     print("\n# The newer hosts on the 15")
-    source = {at: {"source": m["source"]} for at, m in by_variant(kept("tiny200")).items()}
+    source = sources("tiny200")
     newer = by_variant(kept("newer-tiny200"))
     averages({at: {**source[at], **methods} for at, methods in newer.items()})
     print("\n# Default rates on the extra corruptions, BatchNorm blended")
     averages(by_variant(kept("default-rates")))
+    print("\n# Default rates on the 15, BatchNorm blended")
+    source |= sources("balance-mini")
+    rates = by_variant(kept("default-rates-15"))
+    averages({at: {**source[at], **methods} for at, methods in rates.items()})
 
 
 if __name__ == "__main__":

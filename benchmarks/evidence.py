@@ -35,6 +35,7 @@ from benchmarks.archive import lines
 from benchmarks.guard import Case
 from fata.corruptions import EXTRA
 from fata.distributed.ranks import SINGLE
+from fata.guard import evidence as rule
 from fata.guard.events import Watched
 from fata.guard.policy import Guard, Watch
 from fata.network.norms import has_running
@@ -233,6 +234,8 @@ def main() -> None:
             replace(one, batches=[b._replace(beside=None) for b in one.batches]) for one in streams
         ]
         ablated("statistics do not count", blind, guard)
+        rule.POINT = 0.0
+        ablated("a lost point is harm", streams, guard)
         return
     if args.file is None:
         parser.error("--record needs --file")

@@ -30,7 +30,8 @@ EVEN = list(range(10)) * 6
 def test_models_that_agree_show_nothing():
     logits = predicted(EVEN)
     found = shown((logits, logits), (logits, logits))
-    assert found.harm == found.gain == found.health.gain == 0
+    assert found.harm < 0  # not even a point is lost
+    assert found.gain == found.health.gain == 0
 
 
 def test_few_images_decide_nothing():
@@ -108,7 +109,7 @@ def test_what_was_learned_is_not_judged_by_the_statistics():
 def test_what_the_weights_move_back_is_no_harm():
     own, moved = predicted(EVEN), predicted(SHIFTED, 1.0)
     found = shown((own, own), (own, own), beside=moved)
-    assert found.harm == found.gain == 0
+    assert found.harm < found.gain == 0
 
 
 def test_a_prediction_that_is_no_number_is_harm():
@@ -118,7 +119,7 @@ def test_a_prediction_that_is_no_number_is_harm():
     found = shown((own, broken))
     assert found.harm > 2
     found = shown((broken, broken))
-    assert found.harm == 0
+    assert found.harm < 0
 
 
 def test_what_is_no_number_is_not_counted():

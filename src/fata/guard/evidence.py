@@ -24,9 +24,10 @@ a = b, the same weights differ by their statistics alone, so their confidences c
 
     x  =  1 if p > q,  -1 if p < q,  each by more than that limit;  else 0
 
-If images were moved by chance, the odds would stay even. x is a bet against that:
+If images were moved by chance, the odds would stay even. x is a bet against that, and against a
+loss of a point, which is no harm yet:
 
-    ln odds of harm  =  sum of ln(1 + k x)      of gain  =  sum of ln(1 - k x)
+    ln odds of harm  =  sum of ln(1 + k (x - 0.01))      of gain  =  sum of ln(1 - k x)
 
 each since it was last 0 (CUSUM). It takes 1 / level checks of a harmless model, on average, until
 the odds reach 1 : level, whatever k is.
@@ -42,6 +43,7 @@ from torch import Tensor
 from fata.distributed.ranks import Ranks
 from fata.guard.health import Health
 
+POINT = 0.01  # of the accuracy, that may be lost
 CERTAIN = 100.0  # log odds of what needs no evidence, such as logits that have become NaN
 
 
@@ -93,8 +95,9 @@ def compare(
     latest = fine if latest is None else torch.cat((latest, fine))[-max(rows, len(fine)) :]
     few = _few(fine, classes) - max(1, len(fine)) ** -0.5 > real
     x = _harm(fine if few else latest, classes, real)
-    bets, certain = bet * x[len(x) - len(fine) :], CERTAIN * (len(now) - len(fine))
-    harm, gain = bets.log1p().sum().item() + certain, (-bets).log1p().sum().item() - certain
+    here, certain = x[len(x) - len(fine) :], CERTAIN * (len(now) - len(fine))
+    harm = (bet * (here - POINT)).log1p().sum().item() + certain
+    gain = (-bet * here).log1p().sum().item() - certain
     health = None
     if len(latest):
         confidence = latest[:, 2].mean().item()

@@ -25,8 +25,7 @@ from fata.methods.base import in_range
 
 log = logging.getLogger("fata.guard")
 
-FULL = 64  # images; smaller batches are compared more often
-FEW = 32  # images; BatchNorm's statistics of fewer are not trusted without evidence
+FEW = 32  # images; smaller batches are compared more often, and their statistics not trusted
 ONE_BATCH = 0.5  # most log odds of a gain by one batch: its images are not independent
 LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 650 KiB
 
@@ -140,7 +139,7 @@ class Watch:
     def _due(self, rows: int) -> bool:
         """Whether the batch is compared; of small ones more are, for as many images."""
         guard, watched = self.guard, self._watched
-        most = min(guard.every, max(guard.every // 4, guard.every * rows // FULL))
+        most = min(guard.every, max(guard.every // 4, guard.every * rows // FEW))
         return watched.since - watched.last >= min(most, max(1, int(guard.part * watched.since)))
 
     def _compare(

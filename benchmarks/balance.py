@@ -133,7 +133,7 @@ def show(records: Iterable[Record]) -> None:
         for name in COLUMNS:
             for cell in own.get(name, {}).keys() & own["host"].keys():
                 gap = own[name][cell] - own["host"][cell], own[name][cell] - source[cell]
-                gaps.setdefault(name, []).append(gap)
+                gaps.setdefault(name, []).append((round(gap[0], 6), round(gap[1], 6)))
     print(markdown(["network", "scenario", "host", "source", *COLUMNS], rows))
     print()
     for name, both in gaps.items():

@@ -108,14 +108,14 @@ def record(case: Recorded, every: int) -> dict[str, Any]:
     beside = fata.adapt(case.load().model, "norm") if moves else None
     batches = []
     for number, (images, labels, _) in enumerate(case.batches()):
-        answers = adapted(images).argmax(1)
+        learned = adapted(images).argmax(1)
         if number % every:
             continue
-        sure, still = source(images).softmax(1).max(1)
-        found = [labels, answers, still, (sure * 1000).round().long()]
+        confidence, unadapted = source(images).softmax(1).max(1)
+        found = [labels, learned, unadapted, (confidence * 1000).round().long()]
         if beside:
-            sure, moved = beside(images).softmax(1).max(1)
-            found += [moved, (sure * 1000).round().long()]
+            confidence, moved = beside(images).softmax(1).max(1)
+            found += [moved, (confidence * 1000).round().long()]
         batches.append([column.tolist() for column in found])
     values = {"model": case.model, "scenario": case.stream, "domain": case.domains[0]}
     values["method"] = case.method

@@ -151,6 +151,26 @@ def test_only_warm_up_compiles(net, captured, monkeypatch):
     assert len(compiled) == ready
 
 
+def test_what_cannot_be_compiled_is_tried_once_and_counted_once(captured, monkeypatch):
+    tries = []
+
+    def fails(function, given):
+        tries.append(1)
+        function(*given)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(functions, "compiled", fails)
+    one, other = (made("resnet_gn", "eata+fata", speed="fast") for _ in "ab")
+    execution = one._live().execution
+    execution._large = True
+    with pytest.warns(UserWarning, match="cannot be compiled"):
+        one.warm_up(16, 16)
+    assert len(tries) == sum(cached.function._tried for cached in execution._cache.values())
+    for x in batches(3):
+        assert torch.equal(one(x), other(x))
+    assert one.counts == other.counts
+
+
 def test_callbacks_are_not_told():
     class Told:
         batches = 0

@@ -112,6 +112,19 @@ def test_what_the_weights_move_back_is_no_harm():
     assert found.harm < found.gain == 0
 
 
+def test_all_may_be_bet():
+    own, spread = predicted([0 if n % 2 else c for n, c in enumerate(EVEN)]), predicted(EVEN)
+    now = predictions(own, spread, None, SINGLE)
+    assert compare(None, now, 10, ROWS, 1.0, REAL).harm < 0
+    assert compare(None, now, 10, ROWS, 0.995, REAL).harm < 0
+
+
+def test_batch_statistics_that_give_no_number_count_nothing():
+    own, moved = predicted(EVEN), predicted(SHIFTED, 1.0)
+    broken = torch.full_like(moved, torch.nan)
+    assert shown((own, moved), beside=broken).harm == shown((own, moved)).harm
+
+
 def test_a_prediction_that_is_no_number_is_harm():
     """At once, and only where the source has one."""
     own, broken = predicted(EVEN), predicted(EVEN)

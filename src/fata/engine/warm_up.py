@@ -23,7 +23,7 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     """Run noise through all that a batch of so many images may need; returns the seconds.
 
     The state, the random numbers and the model are as before. Where passes are captured each runs
-    twice: compiled before the first time, captured at the second. Elsewhere one step runs.
+    twice: it is compiled after the first time, captured at the second. Elsewhere one step runs.
     """
     begun, device = time.perf_counter(), engine.device
     shape = _shape(engine.network.model, rows, size)

@@ -20,7 +20,7 @@ its standard deviation: then only the batch is counted),
 
 Elsewhere, too, BatchNorm with the batch's statistics moves images by itself, if batches are small
 or classes unequal. The source weights with the batch's statistics predict b, with confidence q. If
-a = b, the same weights differ by their statistics alone, so their confidences can be compared, and
+a = b, s and b are of the same weights with other statistics. Their confidences can be compared:
 
     x  =  1 if p > q,  -1 if p < q,  each by more than that limit;  else 0
 
@@ -50,7 +50,7 @@ CERTAIN = 100.0  # log odds of what needs no evidence, such as logits that have 
 class Evidence(NamedTuple):
     """What one check shows."""
 
-    latest: Tensor  # a row an image: s, a, p, and p - q if BatchNorm's statistics moved it, else 0
+    latest: Tensor  # a row an image: s, a, p, and p - q if a = b, else 0
     harm: float  # log odds by the images of this check
     gain: float
     health: Health | None  # None: no image has been compared
@@ -70,7 +70,7 @@ def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ra
     d = torch.zeros_like(p)
     if beside is not None:
         q, b = beside.float().softmax(1).max(1)
-        d = (p - q) * (a == b)
+        d = torch.where(a == b, p - q, 0.0).nan_to_num(0.0)
     total, here = group.place(len(p))
     rows = p.new_zeros(total, 4)
     rows[here] = torch.stack((s.to(p), a.to(p), p, d), 1)
@@ -96,7 +96,7 @@ def compare(
     few = _few(fine, classes) - max(1, len(fine)) ** -0.5 > real
     x = _harm(fine if few else latest, classes, real)
     here, certain = x[len(x) - len(fine) :], CERTAIN * (len(now) - len(fine))
-    harm = (bet * (here - POINT)).log1p().sum().item() + certain
+    harm = (bet * (here - POINT).clamp(min=-1)).log1p().sum().item() + certain
     gain = (-bet * here).log1p().sum().item() - certain
     health = None
     if len(latest):

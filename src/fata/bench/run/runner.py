@@ -158,7 +158,7 @@ class CellRunner:
         return self._macs[at]
 
     def _adapter(self, cell: Cell, loaded: Loaded) -> Adapter:
-        """A new one; a fast cell takes the last one if it has the same settings: it is compiled."""
+        """A new one; a fast cell takes the last one if it has the same settings: it is captured."""
         settings = repr(sorted(cell.settings(loaded).items()))
         clean, data = self.clean(cell), self.data(cell.data, cell.model)
         at = (

@@ -46,7 +46,7 @@ class MemoryPool:
 
 
 class MemoryPools:
-    """One pool for compiled functions, and one for others: once all are compiled, it is free."""
+    """One pool for compiled functions, and one for others."""
 
     def __init__(self) -> None:
         self._used: weakref.WeakValueDictionary[bool, MemoryPool] = weakref.WeakValueDictionary()
@@ -176,6 +176,7 @@ class CapturedFunction:
     large: bool
     static: StaticInputs = field(default_factory=StaticInputs)
     _flat: Flat | None = None  # compiled
+    _tried: bool = False  # to compile it
     _calls: int = 0
     _graph: torch.cuda.CUDAGraph | None = None
     _inputs: list[Tensor] = field(default_factory=list, repr=False)
@@ -200,8 +201,8 @@ class CapturedFunction:
         return rebuild(self._outcome, iter(outputs))
 
     def compile(self, given: Sequence[Tensor]) -> float:
-        """Compile it, to be captured anew, unless it is compiled already; returns the seconds."""
-        if self._flat is not None:
+        """Compile it, unless that was tried, and capture it at the next call; returns seconds."""
+        if self._tried:
             return 0.0
         begun = time.perf_counter()
         log.info("compiling a pass (%s)", self.name)
@@ -210,7 +211,9 @@ class CapturedFunction:
         except Exception as error:  # the compiler's own are of many kinds
             _left("compiled", error)
         else:
-            self._calls, self._graph, self._outputs, self._pool = 0, None, (), None
+            self._calls, self._graph, self._inputs, self._outputs = 1, None, [], ()
+            self._pool = self._external = None
+        self._tried = True
         seconds = time.perf_counter() - begun
         log.info("compiling a pass (%s) took %.0f s", self.name, seconds)
         return seconds

@@ -262,9 +262,10 @@ class Fast(Direct):
         at = tuple(signature)
         cached = self._cache.get(at) or self._new(name, function, given, len(tensors[0]), moves)
         with self.network.counted_apart() as passed:
-            if self.compiles and self._large:  # a small one gains nothing
-                self.compile_seconds += cached.function.compile(tensors)
             outcome = cached.function(tensors)
+        if self.compiles and self._large:  # a small one gains nothing
+            with self.network.counted_apart():
+                self.compile_seconds += cached.function.compile(tensors)
         if cached.passed is None:
             cached.passed = passed
             while len(self._cache) >= MOST:

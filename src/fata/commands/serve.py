@@ -101,7 +101,7 @@ def serve(
         model, method, chosen_device(device), batch, guard, speed, state_dir, in_memory, save_every
     )
     if adapter.speed == "fast":
-        say("warming up: a large network takes minutes the first time")
+        say("warming up: on a GPU, a large network takes minutes the first time")
         try:
             say(f"warming up took {adapter.warm_up(batch, loaded.preprocess.size):.1f} s")
         except RuntimeError as error:  # out of memory, say: passes are captured as they come

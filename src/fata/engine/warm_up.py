@@ -33,8 +33,8 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     place = torch.cuda.device_of(images)  # type: ignore[no-untyped-call]
     with place, torch.random.fork_rng([device] if images.is_cuda else []), _apart(engine):
         sizes = engine.execution.sizes(rows)
-        for compiles in (True, False) if sizes else ():
-            _pass_all(engine, images, sizes, compiles)
+        for _ in range(2 if sizes else 0):
+            _pass_all(engine, images, sizes)
         if not sizes:
             swap.put(engine, swap.fresh(engine))
             engine.step(images)
@@ -43,7 +43,7 @@ def warm_up(engine: Engine, rows: int, size: int | Sequence[int]) -> float:
     return time.perf_counter() - begun
 
 
-def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int], compiles: bool) -> None:
+def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int]) -> None:
     """A first batch, later ones of which more and more rows are selected, and the guard's passes.
 
     What a function is given decides which capture it is: a first batch has no memory yet. Only what
@@ -53,7 +53,7 @@ def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int], compiles: bo
     swap.put(engine, swap.fresh(engine))
     _step(engine, images, rows, share=0)
     _remember(engine, images)
-    engine.execution.compiles = compiles
+    engine.execution.compiles = True
     for selected in [rows] if engine.coupled else sizes:
         _step(engine, images, selected, share=0)
     if not engine.coupled:

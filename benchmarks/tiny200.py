@@ -259,6 +259,7 @@ def main() -> None:
         summary(forms(extra, half))
     print("\n# Single images")
     averages(by_variant(kept("bs1-tiny200")))
+    averages(by_variant(kept("bs1-tiny200-bn")))
     print("\n# Ablations")
     ablations(kept("ablations-tiny200"))
     print("\n# The newer hosts on the 15")

@@ -54,13 +54,11 @@ def logit_layers(model: nn.Module, logits: Callable[[], Tensor]) -> list[nn.Modu
     return [m for m in dict.fromkeys(heads) if m.weight.dtype == torch.float32]
 
 
-def half_weights(
-    model: nn.Module, adapted: Sequence[Tensor], heads: Sequence[nn.Module], large: bool
-) -> Iterator[HalfWeight]:
+def half_weights(model: nn.Module, adapted: Sequence[Tensor], large: bool) -> Iterator[HalfWeight]:
     """Copies in bfloat16 of what convolutions and linear layers multiply by and does not adapt."""
     moving = {id(parameter) for parameter in adapted}
     for module in model.modules():
-        if isinstance(module, nn.Linear | Convolution) and module not in heads:
+        if isinstance(module, nn.Linear | Convolution):
             for name, parameter in module.named_parameters(recurse=False):
                 if id(parameter) not in moving:
                     half = parameter.detach().bfloat16()

@@ -14,7 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +123,8 @@ class ExternalMemory(OperationHook):
         return given
 
 
-class NoWait(OperationHook):
-    """Raises for what waits for a device. So does a capture, but torch before 2.12 is broken then.
+class Waits(OperationHook):
+    """Notes what waits for a device. A capture raises for it, but torch before 2.12 is broken then.
 
     Args:
         device: that would capture.
@@ -132,10 +132,10 @@ class NoWait(OperationHook):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device.type
+        self.device, self.found = device.type, list[str]()
 
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation that does not wait."""
+        """Run an operation."""
         given = func(*args, **kwargs)
         tensors = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
         if any(t.device.type == self.device for t in tensors):
@@ -144,7 +144,7 @@ class NoWait(OperationHook):
             copies = apart and name in ("_to_copy", "copy_") and not kwargs.get("non_blocking")
             masked = name == "index" and any(t.dtype == torch.bool for t in tensors[1:-1])
             if copies or masked or name in WAITS:
-                raise RuntimeError(f"{func} waits for the device")
+                self.found.append(str(func))
         return given
 
 
@@ -178,6 +178,7 @@ class CapturedFunction:
     _flat: Flat | None = None  # compiled
     _tried: bool = False  # to compile it
     _calls: int = 0
+    _waits: Sequence[str] = ()  # what waited for the device in the first call
     _graph: torch.cuda.CUDAGraph | None = None
     _inputs: list[Tensor] = field(default_factory=list, repr=False)
     _outputs: Sequence[Tensor] = field(default=(), repr=False)
@@ -188,11 +189,16 @@ class CapturedFunction:
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
         calls = self._calls + 1
-        if given[0].is_cuda and calls == 2:
+        noted: AbstractContextManager[Any] = nullcontext()
+        if given[0].is_cuda and calls == 1:
+            noted = waits = Waits(given[0].device)
+            self._waits = waits.found
+        elif given[0].is_cuda and calls == 2:
             self._capture(given)
         self._calls = calls  # where that was interrupted, the next call does it again
         if self._graph is None:  # what it gives may be of what it was given
-            outputs = self._through([t.clone() if t in self.static else t for t in given])
+            with noted:
+                outputs = self._through([t.clone() if t in self.static else t for t in given])
         else:
             copy(self._inputs, given)
             self._graph.replay()
@@ -232,14 +238,14 @@ class CapturedFunction:
         return outputs
 
     def _capture(self, given: Sequence[Tensor]) -> None:
+        if self._waits and self._flat is None:
+            _left("captured", RuntimeError(f"{self._waits[0]} waits for the device"))
+            return
         graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
         pool = self.pools.of(compiled=self._flat is not None)
         stream, external = self.pools.stream(own[0].device), ExternalMemory()
         try:
-            if self._flat is None:
-                with NoWait(own[0].device):
-                    self._plain(*own)
             with (
                 _keeping_garbage(),
                 torch.cuda.stream(torch.cuda.current_stream()),  # torch leaves its own, if it fails

@@ -30,7 +30,12 @@ from fata._device import Deferred
 from fata._torch import version
 from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.fast.bfloat16 import HalfWeight, half_weights, in_half, logit_layers, pays_on_cpu
-from fata.engine.fast.captured import CapturedFunction, MemoryPools, StaticInputs
+from fata.engine.fast.captured import (
+    CapturedFunction,
+    MemoryPools,
+    StaticInputs,
+    channels_last,
+)
 from fata.engine.fast.trees import batch_of, flatten, structure
 from fata.engine.state import Given, Moved, Moving, Pass, Rows, Seen, Terms
 from fata.engine.step import Step
@@ -306,14 +311,18 @@ class Fast(Direct):
         if self._known != self._weights():
             self.forget()
         if self._halves is None:
-            model, device = self.network.model, self.network.device
+            model, device, halves = self.network.model, self.network.device, list[HalfWeight]()
             if device.type == "cuda" or pays_on_cpu(model, device):
+                halves = list(half_weights(model, self.step.theta.parameters, self._large))
                 with self.network.counted_apart():
-                    self._heads = logit_layers(model, lambda: self.network.predict(images))
-                moving = self.step.theta.parameters
-                self._halves = list(half_weights(model, moving, self._heads, self._large))
-            else:
-                self._halves = []
+                    self._heads = logit_layers(model, lambda: self._tried(images, halves))
+            self._halves = [half for half in halves if half[0] not in self._heads]
+
+    def _tried(self, images: Tensor, halves: Sequence[HalfWeight]) -> Tensor:
+        """Logits, by the kernels that the first step needs: a GPU loads them slowly."""
+        images = channels_last(images) if self._large else images
+        with in_half(halves, self._norms, [], self.network.device):
+            return self.network.predict(images)
 
     def _weights(self) -> list[int]:
         """Where all are, and how often those were changed that do not adapt."""

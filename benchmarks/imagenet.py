@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(RATES), choices=list(RATES))
     parser.add_argument("--images", type=int, help="of each corruption; all, if not given")
     parser.add_argument("--domains", nargs="+", help="the 15, if not given")
+    parser.add_argument("--scenarios", nargs="+", default=["normal"])
     parser.add_argument("--methods", nargs="+", help="as deyo+fata, or with fields; default: all")
     parser.add_argument("--rates", type=int, default=2, help="how many of the reference's rates")
     parser.add_argument("--device", default="cpu")
@@ -114,6 +115,7 @@ def main() -> None:
                 models=(model,),
                 data=(data,),
                 methods=tuple(named),
+                scenarios=tuple(args.scenarios),
                 domains=tuple(args.domains) if args.domains else None,
                 images=args.images,
                 speed=args.speed,

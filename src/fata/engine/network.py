@@ -130,6 +130,12 @@ class Network:
         finally:
             self._count = count
 
+    def learn(self, images: Tensor) -> Tensor:
+        """Logits of a first pass, which finds what the tap must know of the model."""
+        if self.tap is None or not len(images):
+            return self.predict(images)
+        return logits_of(self.tap.learn(images), len(images))
+
     # -- what BatchNorm normalises with -------------------------------------------------------
 
     def running_statistics(self) -> AbstractContextManager[None]:

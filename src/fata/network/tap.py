@@ -49,33 +49,37 @@ class Tap:
     def channels(self, images: Tensor) -> int:
         """Number of channels of z, by a pass over two images; known from then on."""
         if self._channels is None:
-            with torch.no_grad():
-                z = self.feature(images[:2]).z
-            self._channels = z.shape[self.channel_axis(z)]
+            self.learn(images[:2])
+        assert self._channels is not None
         return self._channels
 
     def channel_axis(self, z: Tensor) -> int:
         """Which axis of the layer's output holds the channels."""
         return channel_axis(z, self.target)
 
+    def learn(self, images: Tensor) -> Any:
+        """One pass that watches every module, to find those whose outputs the tail needs.
+
+        Returns the model's output.
+        """
+        with torch.no_grad():
+            recording = self._run(images, [m for m in self.model.modules() if m is not self.target])
+        self._watched = list(recording.memory)
+        self._cloned = recording.changed()
+        self._channels = recording.z.shape[self.channel_axis(recording.z)]
+        return recording.output
+
     def record(self, images: Tensor) -> Recording:
         """Run the model on the images, ready to run its tail again."""
         if self._watched is None:
-            self._learn(images)
+            self.learn(images)
         return self._run(images, self._watched or [])
 
     def feature(self, images: Tensor) -> Recording:
         """Run the model on the images and keep z alone; the recording has no tail."""
         if self._watched is None:
-            self._learn(images)
+            self.learn(images)
         return self._run(images, [])
-
-    def _learn(self, images: Tensor) -> None:
-        """One pass that watches every module, to find those whose outputs the tail needs."""
-        with torch.no_grad():
-            recording = self._run(images, [m for m in self.model.modules() if m is not self.target])
-        self._watched = list(recording.memory)
-        self._cloned = recording.changed()
 
     def _run(self, images: Tensor, watched: list[nn.Module]) -> Recording:
         recording = Recording(self, images)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fata._torch import TorchDispatchMode, copy_all, place_of, tree_leaves
+from fata._torch import TorchDispatchMode, copy_all, place_of
 from fata.engine.fast.decompositions import TABLE
 from fata.engine.fast.trees import flatten, rebuild, structure
 
@@ -33,6 +33,8 @@ WAITS = {  # operations that wait for the device
     *("_unique2", "unique_dim", "unique_consecutive"),
     "lift_fresh",  # a value of Python's that was copied there
 }
+COPIES = {"_to_copy", "copy_"}  # do, from one device to another
+MAY_WAIT = {*WAITS, *COPIES, "index"}
 _CAPTURING = threading.Lock()
 
 Flat = Callable[..., Sequence[Tensor]]
@@ -137,11 +139,11 @@ class Waits(OperationHook):
     def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation."""
         given = func(*args, **kwargs)
-        tensors = [t for t in tree_leaves((args, given)) if isinstance(t, Tensor)]
+        name = str(func).removeprefix("aten.").partition(".")[0]
+        tensors = list(_tensors((args, given))) if name in MAY_WAIT else []
         if any(t.device.type == self.device for t in tensors):
-            name = str(func).removeprefix("aten.").partition(".")[0]
             apart = len({t.device for t in tensors}) > 1
-            copies = apart and name in ("_to_copy", "copy_") and not kwargs.get("non_blocking")
+            copies = apart and name in COPIES and not kwargs.get("non_blocking")
             masked = name == "index" and any(t.dtype == torch.bool for t in tensors[1:-1])
             if copies or masked or name in WAITS:
                 self.found.append(str(func))
@@ -149,7 +151,16 @@ class Waits(OperationHook):
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    return [tensor.untyped_storage() for tensor in _tensors(tree)]
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """All of what an operation takes or gives; torch's own trees take longer than a kernel."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list | dict):
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(branch)
 
 
 @dataclass

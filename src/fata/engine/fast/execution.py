@@ -320,9 +320,10 @@ class Fast(Direct):
 
     def _tried(self, images: Tensor, halves: Sequence[HalfWeight]) -> Tensor:
         """Logits, by the kernels that the first step needs: a GPU loads them slowly."""
+        plain = images.dtype != torch.float32  # of another type than the model: it says so
         images = channels_last(images) if self._large else images
-        with in_half(halves, self._norms, [], self.network.device):
-            return self.network.predict(images)
+        with nullcontext() if plain else in_half(halves, self._norms, [], self.network.device):
+            return self.network.learn(images)
 
     def _weights(self) -> list[int]:
         """Where all are, and how often those were changed that do not adapt."""

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,12 +56,15 @@ class StreamStatistics(BatchStatistics):
         self._known = [layer for layer, _, _ in self._layers if layer.running_mean is not None]
         self._places = {layer: place for place, layer in enumerate(self._known)}
         self._sizes = [layer.num_features for layer in self._known]
+        ends = list(accumulate(self._sizes))
+        self._slices = [slice(end - size, end) for end, size in zip(ends, self._sizes, strict=True)]
         self._mean, self._var = self._joined("running_mean"), self._joined("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
         sizes = torch.tensor(self._sizes, device=self._mean.device)
         self._owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
         self._rows_now = 0  # of the batch that is observed
+        self._part = self._doubt = self._mean.new_zeros(())  # its part in n, and 1 / (n - 1) + k E
         self._before: Memory | None = None  # the memory before it; None: no batch is observed
         self._found: dict[BatchNorm, list[Tensor]] = {}  # VECTORS and SCALARS of that one
 
@@ -68,8 +72,8 @@ class StreamStatistics(BatchStatistics):
         """Mean and variance that a layer had before the first batch; None: it has none."""
         if layer not in self._places:
             return None
-        place = self._places[layer]
-        return self._split(self._mean)[place], self._split(self._var)[place]
+        here = self._slices[self._places[layer]]
+        return self._mean[here], self._var[here]
 
     def widen(self, memory: Memory) -> Memory:
         """A memory in the precision of these statistics, from one that was kept in half."""
@@ -94,6 +98,9 @@ class StreamStatistics(BatchStatistics):
         """The first pass inside is over a batch of so many rows; others use its statistics."""
         try:
             self._before, self._rows_now, self._found = memory, self._ranks.rows(rows), {}
+            count = self._kept(memory) + self._rows_now
+            self._part = self._rows_now / count
+            self._doubt = 1 / (count - 1) + CLASSES * memory["imbalance"]
             yield
         finally:
             self._before, self._found = None, {}
@@ -140,7 +147,7 @@ class StreamStatistics(BatchStatistics):
         with torch.no_grad():
             for name, flat in (("running_mean", mean), ("running_var", var)):
                 own = [part for buffer in buffers if (part := buffer[name]) is not None]
-                copy_all(own, self._split(flat))
+                copy_all(own, torch.split(flat, self._sizes))
 
     def move(self, device: torch.device) -> None:
         """Follow the model to another device."""
@@ -160,11 +167,10 @@ class StreamStatistics(BatchStatistics):
         layer.training = place is None
         if place is None:
             return
-        mean, var, deviation = (
-            self._split(flat)[place] for flat in (self._mean, self._var, self._deviation)
-        )
         if self.active and self._before is None:
             return
+        here = self._slices[place]
+        mean, var, deviation = self._mean[here], self._var[here], self._deviation[here]
         if self.active:
             if layer not in self._found:
                 past = self._of(self._before or {}, place)
@@ -178,30 +184,26 @@ class StreamStatistics(BatchStatistics):
     def _observe(
         self, x: Tensor, mean: Tensor, deviation: Tensor, past: Sequence[Tensor]
     ) -> list[Tensor]:
-        """VECTORS and SCALARS of a layer, with its input of this batch."""
+        """VECTORS and SCALARS of a layer, with its input of this batch.
+
+        Kernels are few, and none writes as much as the input: there are as many layers as in the
+        pass itself.
+        """
         assert self._before is not None
-        x = widened(x.detach()).flatten(2) if x.ndim > 2 else widened(x.detach())[:, :, None]
-        var, shift = torch.var_mean(x, 2, correction=0)
-        shift = (shift - mean) / deviation
-        square = var / deviation.square() + shift.square()
-        sums = [part.sum(0) for part in (shift, square, square.sqrt())]
-        count = shift.new_full((1,), len(x))
-        here = torch.cat((*sums, shift.square().sum()[None], count))
+        first, second = _moments(x.detach(), mean.dtype)
+        shift = (first - mean) / deviation
+        square = (second - (2 * first - mean) * mean).clamp(min=0) / deviation.square()
+        each = torch.cat((shift, square, square.sqrt()), 1).sum(0)
+        here = torch.cat((each, shift.square().sum()[None], each.new_full((1,), len(x))))
         there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
-        *now, count = torch.split(there, [len(mean)] * 3 + [1, 1])
-        kept, rows = self._kept(self._before), self._rows_now
-        fine = there.isfinite().all()
-        found = [
-            torch.where(fine, torch.lerp(old, new / count, rows / (kept + rows)), old)
-            for old, new in zip(past[:-1], now, strict=True)
-        ]
-        shift, square, rms, spread = found
+        old, new = torch.cat(list(past[:-1])), there[:-1] / there[-1]
+        found = torch.where(there.isfinite().all(), torch.lerp(old, new, self._part), old)
+        shift, square, rms, spread = torch.split(found, [len(mean)] * 3 + [1])
         moved = shift.square().sum()
         distance = moved + (square.sqrt() - 1).square().sum()
         variance = (spread - moved + (square - rms.square()).sum()).clamp(min=0)
-        doubt = 1 / (kept + rows - 1) + CLASSES * self._before["imbalance"]
-        weight = (1 - doubt * variance / distance).clamp(0, 1)
-        return [*found, weight.nan_to_num(0)]  # one image has no variance, and proves nothing
+        weight = (1 - self._doubt * variance / distance).clamp(0, 1)
+        return [shift, square, rms, spread, weight.nan_to_num(0)]  # one image proves nothing
 
     def _shares(self, logits: Tensor, rows: int) -> Tensor:
         """Shares of the predicted classes."""
@@ -215,11 +217,8 @@ class StreamStatistics(BatchStatistics):
 
     def _of(self, memory: Memory, place: int) -> list[Tensor]:
         """A layer's part of a memory."""
-        vectors = [self._split(memory[name])[place] for name in VECTORS]
+        vectors = [memory[name][self._slices[place]] for name in VECTORS]
         return [*vectors, *(memory[name][place : place + 1] for name in SCALARS)]
-
-    def _split(self, flat: Tensor) -> Sequence[Tensor]:
-        return torch.split(flat, self._sizes)
 
     def _joined(self, name: str) -> Tensor:
         return torch.cat([widened(getattr(layer, name)).clone() for layer in self._known])
@@ -240,6 +239,15 @@ def blended(
     moved = weight * shift
     wider = weight * (square - 1 - moved * shift)
     return mean + moved * deviation, (var + wider * deviation.square()).clamp(min=0)
+
+
+def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Mean and mean square of each channel over the pixels of an image, in this precision."""
+    if x.ndim == 2:
+        return x.to(dtype), x.to(dtype).square()
+    pixels = tuple(range(2, x.ndim))
+    length = torch.linalg.vector_norm(x, dim=pixels, dtype=dtype)
+    return x.mean(pixels, dtype=dtype), length.square() / x[0, 0].numel()
 
 
 def _imbalance(shares: Tensor, rows: Tensor) -> Tensor:

@@ -137,7 +137,8 @@ def summary(gaps: Iterable[Gap], networks: bool = True) -> None:
     groups: dict[tuple[str, str], list[Gap]] = {}
     for gap in gaps:
         own = (gap.network, f"{gap.network}, {gap.scenario}") if networks else ()
-        for where in ("all", gap.scenario, *own):
+        joined = ("mixed and continual",) if gap.scenario in ("mixed", "continual") else ()
+        for where in ("all", gap.scenario, *joined, *own):
             groups.setdefault((where, gap.form), []).append(gap)
     rows = []
     for (where, form), group in sorted(groups.items()):
@@ -201,10 +202,12 @@ def averages(networks: Networks) -> None:
         means = [mean(methods[name].values()) for methods in every.values()]
         harmed = sorted((gap, *at) for at, gap in gaps.items() if gap < -HARM)
         shown = [f"{gap:+.2f} {model} {corruption}" for gap, model, corruption in harmed[:SHOWN]]
-        facts = [f"{min(gaps.values()):+.2f}", f"{len(harmed)} of {len(gaps)}", ", ".join(shown)]
+        each = ", ".join(str(sum(at == model for _, at, _ in harmed)) for model in every)
+        count = f"{len(harmed)} of {len(gaps)} ({each})"
+        facts = [f"{min(gaps.values()):+.2f}", count, ", ".join(shown)]
         rows.append([name, *(f"{m:.2f}" for m in [*means, mean(means)]), *facts])
     titles = [f"{model} ({len(methods['source'])})" for model, methods in every.items()]
-    harm = ["worst against source", f"{HARM:g} below", "these are"]
+    harm = ["worst against source", f"{HARM:g} below (by network)", "these are"]
     print(markdown(["method", *titles, "mean", *harm], rows))
 
 
@@ -266,6 +269,12 @@ def main() -> None:
     source = sources("tiny200")
     newer = by_variant(kept("newer-tiny200"))
     averages({at: {**source[at], **methods} for at, methods in newer.items()})
+    others = by_variant(kept("newer-scenarios"))
+    for family, scenario in sorted({(model.split("_")[0], name) for model, name in others}):
+        print(f"\n# The newer hosts: {family}, {scenario}")
+        averages(
+            {at: m for at, m in others.items() if at[0].startswith(family) and at[1] == scenario}
+        )
     print("\n# Default rates on the extra corruptions, BatchNorm blended")
     averages(by_variant(kept("default-rates")))
     print("\n# Default rates on the 15, BatchNorm blended")

@@ -3,6 +3,8 @@
     python -m benchmarks.evidence                            # what lies in benchmarks/runs
     python -m benchmarks.evidence --ablate                   # with one number of the guard changed
     python -m benchmarks.evidence --record mini_resnet_gn --file evidence.jsonl --seconds 600
+    python -m benchmarks.evidence --record tiny200_vit --data tiny-imagenet:DIR --device cuda \
+        --file evidence.jsonl
 
 A recording holds, for some batches of a stream, the label of each image, both models' predictions
 and the source's confidence, with BatchNorm also what the batch's statistics predict: enough to try
@@ -47,15 +49,16 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "few-classes 4": {"classes": 4},
     "few-classes 4 in turn": {"classes": 4, "every": 320},
     "skewed 0.35": {"share": 0.35},
+    "skewed 0.5": {"share": 0.5},
     "skewed 0.9": {"share": 0.9},
     "normal 8": {"batch_size": 8},
     "normal 1": {"batch_size": 1},
 }
-METHODS = ("auto", "tent", "eata+fata", "sar", "deyo+fata")
+METHODS = ("auto", "tent", "tent+fata", "eata+fata", "sar", "deyo+fata")
 RATES = (1, 10)
 ABLATIONS = (
     {}, {"every": 8}, {"every": 32}, {"part": 0.0625}, {"part": 0.5}, {"rows": 128}, {"rows": 2048},
-    {"bet": 0.15}, {"bet": 0.6}, {"level": 0.3}, {"level": 0.01}, {"real": 0.2}, {"real": 0.4},
+    {"bet": 0.15}, {"bet": 0.6}, {"level": 0.3}, {"level": 0.01}, {"real": 0.2}, {"real": 0.3},
     {"real": 1.0}, {"trial": 512}, {"trial": 8192},
 )  # fmt: skip
 HARM = -1.0  # percentage points
@@ -137,6 +140,7 @@ def recordings() -> Iterator[Recording]:
             right = (answers == labels).sum().item(), (still == labels).sum().item()
             batches.append(Shown(source, _logits(answers, cell["classes"]), beside, *right))
         group = "BatchNorm" if "_bn" in cell["model"] else "GroupNorm"
+        group = "200 classes" if cell["classes"] == 200 else group
         yield Recording(f"{group}, {cell['scenario'].split()[0]}", batches, cell["every"])
     for cell in lines("signs"):
         if cell["scenario"] != "normal" or "_bn" in cell["model"]:
@@ -216,6 +220,7 @@ def main() -> None:
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--images", type=int, default=1280)
     parser.add_argument("--every", type=int, default=2, help="batches between two that are kept")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--seed", type=int, default=0, help="of the order of the streams")
     parser.add_argument("--file", type=Path, help="to record to")
@@ -248,7 +253,7 @@ def main() -> None:
                 return
             images = min(args.images, 640) if name == "normal 1" else args.images
             every = 1 if name == "normal 1" else args.every
-            case = Recorded(model, args.data, name, (domain,), method, rate, images)
+            case = Recorded(model, args.data, name, (domain,), method, rate, images, args.device)
             print(json.dumps(record(case, every)), file=file, flush=True)
 
 

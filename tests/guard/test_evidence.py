@@ -6,7 +6,7 @@ import torch
 from fata.distributed.ranks import SINGLE
 from fata.guard.evidence import compare, predictions
 
-ROWS, BET, REAL = 448, 0.3, 0.3
+ROWS, BET, REAL = 448, 0.3, 0.25
 
 
 def predicted(classes, confidence=3.0, of=10):
@@ -80,6 +80,37 @@ def test_to_move_what_the_source_is_sure_of_is_harm():
     adapted = predicted([0 if c == 1 else c for c in both])
     found = shown((own, adapted), (own, adapted))
     assert found.harm > 2
+
+
+def test_a_rare_class_that_the_source_is_sure_of_may_still_be_wrong():
+    """Where one class is nearly everything, to move an image to it is no harm."""
+    classes = [*[0] * 50, *range(1, 6)]
+    own = predicted(classes, [6.0 - n % 2 for n in range(50)] + [1.0] * 4 + [6.0])
+    adapted = predicted([0] * 54 + [5]), predicted([0] * 55)
+    most, all_of_them = (shown((own, one), (own, one)) for one in adapted)
+    assert all_of_them.gain > most.gain > 0
+
+
+# The source predicts class 0 for half of the images, and is less sure of it than of others.
+HALF = [0 if n % 2 else c for n, c in enumerate(EVEN)]
+
+
+def test_an_unsure_class_that_confidence_speaks_for_is_kept():
+    """It is frequent: to leave it is harm, though images go to rarer classes."""
+    own = predicted(HALF, [3.0 if c == 0 else 4.0 for c in HALF])
+    spread = predicted(EVEN)
+    found = shown((own, spread), (own, spread))
+    assert found.harm > 2
+    assert found.gain < 0
+
+
+def test_an_unsure_class_that_confidence_does_not_speak_for_is_left():
+    """A shift makes the source predict it."""
+    own = predicted(HALF, [0.5 if c == 0 else 4.0 for c in HALF])
+    spread = predicted(EVEN)
+    found = shown((own, spread), (own, spread))
+    assert found.gain > 2
+    assert found.harm < 0
 
 
 SHIFTED = [(c + 1) % 10 if n % 3 == 0 else c for n, c in enumerate(EVEN)]

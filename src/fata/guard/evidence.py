@@ -2,21 +2,26 @@
 
 The source model predicts class s for an image with confidence p, and the adapted one class a. Where
 they differ the image was moved. N0[c] and N[c] count how often source and adapted model predicted
-class c for the latest images:
+class c for the latest n images, and M = max(N, N0):
 
-    x  =  z(max(N, N0))                 towards a class that is predicted more often: +
-    z(N)  =  (N[a] - N[s]) / sqrt(N[a] + N[s]),  within [-1, 1]
+    x  =  z(M[a], M[s])         towards a class that is predicted more often: +
+    z(u, v)  =  (u - v) / sqrt(u + v)       x is kept within [-1, 1]
 
 A model that goes wrong moves images to the classes that are frequent already, since entropy is
 lowest when all get one class. One that adapts well takes them from the classes that a shift makes
 the source predict too often. The mean of x over all images is close to the accuracy that is lost.
 
-In a stream that really has few classes it is the other way round: images belong to the frequent
-ones. There the source is more confident of frequent classes than of others; where a shift makes it
-predict them, it is not. If ln N0[s] and p correlate above a limit (in the batch alone, by more than
-its standard deviation: then only the batch is counted),
+That holds while all classes are in view. Where some really are more frequent, ln N0[s] and p
+correlate. Above a limit (in the batch alone, by more than its standard deviation: then only the
+batch is counted) the source is surest of the frequent classes. Images belong to those; the image at
+hand is not counted:
 
-    x  =  -z(N0);   1 if p is above its mean
+    x  =  -z(N0[a], N0[s] - 1);  1 if p is above its mean and x above -1
+
+Below minus that limit it is least sure of them: some are frequent, some only predicted too often.
+E[c], the images that its confidence speaks for, tells them apart:
+
+    x  =  z(M[a], E[a]) - z(M[s], E[s])     E[c] = n sum p^2 over images of s = c / sum p^2
 
 Elsewhere, too, BatchNorm with the batch's statistics moves images by itself, if batches are small
 or classes unequal. The source weights with the batch's statistics predict b, with confidence q. If
@@ -109,17 +114,23 @@ def _harm(rows: Tensor, classes: int, real: float) -> Tensor:
     """The x of each row."""
     s, a = rows[:, 0].long(), rows[:, 1].long()
     p, d = rows[:, 2], rows[:, 3]
-    moved, (n0, n) = a != s, (c.bincount(minlength=classes) for c in (s, a))
-    if _few(rows, classes) > real:
-        return torch.where(moved & (p > p.mean()), 1, -_towards(n0, a, s))
-    x = _towards(torch.maximum(n0, n), a, s)
-    return torch.where(moved & (d != 0), d.sign() * (d.abs() > real), x)
+    moved, (n0, n) = a != s, (c.bincount(minlength=classes).to(p) for c in (s, a))
+    few, most = _few(rows, classes), torch.maximum(n0, n)
+    if few > real:
+        x = -_z(n0[a], n0[s] - moved.to(p)).clamp(-1, 1)
+        return torch.where(moved & (p > p.mean()) & (x > -1), 1, x)
+    if few < -real:
+        meant = s.bincount(p.square(), minlength=classes) * len(p) / p.square().sum()
+        beyond = _z(most, meant)
+        x = beyond[a] - beyond[s]
+    else:
+        x = _z(most[a], most[s])
+    return torch.where(moved & (d != 0), d.sign() * (d.abs() > real), x.clamp(-1, 1))
 
 
-def _towards(counts: Tensor, a: Tensor, s: Tensor) -> Tensor:
-    """z: whether an image goes to a class that is counted more often, in standard deviations."""
-    here, there = counts[a], counts[s]
-    return ((here - there) / (here + there).sqrt()).clamp(-1, 1)
+def _z(more: Tensor, less: Tensor) -> Tensor:
+    """The difference of two counts, in standard deviations."""
+    return (more - less) / (more + less).clamp(min=1).sqrt()
 
 
 def _few(rows: Tensor, classes: int) -> float:

@@ -52,7 +52,7 @@ class Guard:
     rows: int = 448
     bet: float = 0.3
     level: float = 0.1
-    real: float = 0.3
+    real: float = 0.25
     trial: int = 2048
     slower: float = 0.1
     patience: int = 3

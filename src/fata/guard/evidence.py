@@ -23,9 +23,10 @@ E[c], the images that its confidence speaks for, tells them apart:
 
     x  =  z(M[a], E[a]) - z(M[s], E[s])     E[c] = n sum p^2 over images of s = c / sum p^2
 
-Elsewhere, too, BatchNorm with the batch's statistics moves images by itself, if batches are small
-or classes unequal. The source weights with the batch's statistics predict b, with confidence q. If
-a = b, s and b are of the same weights with other statistics. Their confidences can be compared:
+BatchNorm with the batch's statistics moves images by itself, if batches are small or classes
+unequal. The source weights with the batch's statistics predict b, with confidence q. If a = b, s
+and b are of the same weights with other statistics. Unless frequent classes are the surest, their
+confidences are compared:
 
     x  =  1 if p > q,  -1 if p < q,  each by more than that limit;  else 0
 

@@ -13,20 +13,20 @@ the source predict too often. The mean of x over all images is close to the accu
 
 That holds while all classes are in view. Where some really are more frequent, ln N0[s] and p
 correlate. Above a limit (in the batch alone, by more than its standard deviation: then only the
-batch is counted) the source is surest of the frequent classes. Images belong to those; the image at
-hand is not counted:
+batch is counted) the source is most confident of the frequent classes. Images belong to those; the
+image at hand is not counted:
 
     x  =  -z(N0[a], N0[s] - 1);  1 if p is above its mean and x above -1
 
-Below minus that limit it is least sure of them: some are frequent, some only predicted too often.
-E[c], the images that its confidence speaks for, tells them apart:
+Below minus that limit it is least confident of them: some are frequent, some only predicted too
+often. E[c], the images that its confidence speaks for, tells them apart:
 
     x  =  z(M[a], E[a]) - z(M[s], E[s])     E[c] = n sum p^2 over images of s = c / sum p^2
 
 BatchNorm with the batch's statistics moves images by itself, if batches are small or classes
 unequal. The source weights with the batch's statistics predict b, with confidence q. If a = b, s
-and b are of the same weights with other statistics. Unless frequent classes are the surest, their
-confidences are compared:
+and b are of the same weights with other statistics. Unless that correlation is above the limit,
+their confidences are compared:
 
     x  =  1 if p > q,  -1 if p < q,  each by more than that limit;  else 0
 

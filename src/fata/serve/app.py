@@ -129,7 +129,7 @@ def _handle_errors(app: FastAPI) -> None:
         return failure(ServiceError(422, f"{where}: {first['msg']}."))
 
 
-def _authorization(request: Request) -> str | None:
+async def _authorization(request: Request) -> str | None:
     return request.headers.get("authorization")
 
 

@@ -181,8 +181,12 @@ def test_public_names_are_found_when_asked_for():
 
 
 def test_a_fast_server_is_warm_before_it_listens(call, monkeypatch):
-    def listen(service, *_):
+    def listen(service, tokens, listening):
+        service.close()
+        for one in listening:
+            one.close()
         print("listening")
+        return 0
 
     monkeypatch.setattr("fata.serve.server.run", listen)
     monkeypatch.setattr("fata.serve.logs.log_as_json", lambda level: None)

@@ -22,9 +22,8 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 import fata
-from fata.serve.access import Access
-from fata.serve.app import create_app
-from fata.serve.middleware import Guarded
+from fata.serve.exported import Exported
+from fata.serve.front import http_server
 from fata.serve.scheduler import Gathering
 from fata.serve.service import Service
 from fata.testing.cases import images, network
@@ -69,11 +68,26 @@ def service(folder=None, gathering=NOW, limits=None, net="resnet_gn", fleet=None
 
 
 @contextlib.contextmanager
+def linked(made, tokens=(), **options):
+    """The HTTP server of a service, both in this process."""
+    ours, theirs = socket.socketpair()
+    exported = Exported(made, tokens, ours)
+    try:
+        yield http_server(theirs, **options)
+    finally:
+        exported.close()
+        theirs.close()
+        made.close()
+
+
+@contextlib.contextmanager
 def client(tokens=(), **options):
     """A client of a service in this process; `.service` is the service."""
     made = service(**options)
-    app = Guarded(create_app(made, Access(tokens)), made.limits, made.metrics)
-    with TestClient(app, raise_server_exceptions=False) as one:
+    with (
+        linked(made, tokens) as server,
+        TestClient(server.config.app, raise_server_exceptions=False) as one,
+    ):
         one.service = made
         yield one
 

@@ -4,11 +4,10 @@ import contextlib
 import threading
 
 import pytest
-from serving import NAMES, NOW, free_port, pixels, service
+from serving import NAMES, NOW, free_port, linked, pixels, service
 
-from fata.serve.access import Access, Token
+from fata.serve.access import Token
 from fata.serve.limits import Limits
-from fata.serve.server import run
 
 selenium = pytest.importorskip("selenium", reason="needs selenium")
 
@@ -21,29 +20,19 @@ TOKEN = "a-token-for-everything"
 @contextlib.contextmanager
 def page(browser, tokens=(), **options):
     """The page of a service of this process, open in the browser."""
-    import uvicorn
-
-    made, port, servers = service(gathering=NOW, **options), free_port(), []
-    server = uvicorn.Server
-
-    class Kept(server):
-        def __init__(self, config):
-            super().__init__(config)
-            servers.append(self)
-
-    uvicorn.Server = Kept
-    thread = threading.Thread(target=run, args=(made, Access(tokens), "127.0.0.1", port))
-    thread.start()
-    try:
-        while not (servers and servers[0].started):
-            assert thread.is_alive()
-        browser.get(f"http://127.0.0.1:{port}/")
-        yield made
-    finally:
-        browser.get("about:blank")
-        servers[0].should_exit = True
-        thread.join()
-        uvicorn.Server = server
+    made, port = service(gathering=NOW, **options), free_port()
+    with linked(made, tokens, host="127.0.0.1", port=port) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+            browser.get(f"http://127.0.0.1:{port}/")
+            yield made
+        finally:
+            browser.get("about:blank")
+            server.should_exit = True
+            thread.join()
 
 
 def learn(made, name, batches=20):

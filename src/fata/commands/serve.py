@@ -81,12 +81,12 @@ def serve(
     SIGTERM finishes the requests that were begun and saves every stream. With fast, all passes are
     run on noise before it listens.
     """
-    from fata.serve.access import Access, read_tokens
+    from fata.serve.access import read_tokens
     from fata.serve.limits import Limits
     from fata.serve.logs import log_as_json
     from fata.serve.metrics import Metrics
     from fata.serve.scheduler import Gathering
-    from fata.serve.server import run
+    from fata.serve.server import bound, run
     from fata.serve.service import Service
 
     if log_level not in ("debug", "info", "warning", "error"):
@@ -97,6 +97,10 @@ def serve(
         raise typer.BadParameter(f"--token-file: {error}") from error
     if not tokens and not _this_machine(host):
         raise typer.BadParameter(f"--host {host} lets others in: give --token-file too.")
+    try:
+        listening = bound(host, port)
+    except OSError as error:
+        raise typer.BadParameter(f"--host {host} --port {port}: {error.strerror}.") from error
     loaded, adapter, fleet = _fleet(
         model, method, chosen_device(device), batch, guard, speed, state_dir, in_memory, save_every
     )
@@ -117,10 +121,7 @@ def serve(
     gathering = Gathering(batch, wait_ms / 1000, deadline_ms / 1000)
     log_as_json(log_level)
     service = Service(loaded, fleet, gathering, limits, Metrics(metric_streams), show_images)
-    try:
-        run(service, Access(tokens), host, port)
-    except KeyboardInterrupt:  # uvicorn raises the signal again once all is closed
-        raise typer.Exit from None
+    raise typer.Exit(run(service, tokens, listening))
 
 
 def _fleet(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,12 +18,14 @@ from starlette.formparsers import MultiPartException
 
 import fata
 from fata.serve import schemas
-from fata.serve.access import Access, Token
+from fata.serve.access import Access
 from fata.serve.decode import TENSORS, decode_files, decode_tensor
 from fata.serve.errors import ServiceError
+from fata.serve.limits import check_name
+from fata.serve.messages import Setup
+from fata.serve.metrics import RequestMetrics
 from fata.serve.middleware import failure
-from fata.serve.scheduler import Outcome
-from fata.serve.service import Service
+from fata.serve.remote import Remote
 
 STREAM = "/v1/streams/{stream}"
 PAGES = {"": "index.html", "docs": "docs.html"} | {n: n for n in ("page.js", "page.css", "docs.js")}
@@ -63,13 +64,19 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def create_app(service: Service, access: Access) -> FastAPI:
-    """The application of a service, which is closed with it."""
+def create_app(service: Remote, metrics: RequestMetrics) -> FastAPI:
+    """The application of a service.
+
+    Args:
+        service: is called.
+        metrics: of the requests.
+    """
+    access = Access(service.setup.tokens)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        await asyncio.to_thread(service.close)
+        async with service.connected():
+            yield
 
     app = FastAPI(
         title="fata",
@@ -83,7 +90,8 @@ def create_app(service: Service, access: Access) -> FastAPI:
     if access.needs_token:
         _describe_tokens(app)
     _handle_errors(app)
-    _add_pages(app, service, access)
+    _add_pages(app, service, access, metrics)
+    _add_predictions(app, service, access, metrics)
     _add_streams(app, service, access)
     _add_management(app, service, access)
     return app
@@ -136,7 +144,7 @@ async def _authorization(request: Request) -> str | None:
 Authorization = Annotated[str | None, Depends(_authorization)]
 
 
-def _add_pages(app: FastAPI, service: Service, access: Access) -> None:
+def _add_pages(app: FastAPI, service: Remote, access: Access, metrics: RequestMetrics) -> None:
     """The page, metrics and probes."""
 
     @app.get("/healthz", tags=["probes"], openapi_extra=ANYBODY)
@@ -147,15 +155,15 @@ def _add_pages(app: FastAPI, service: Service, access: Access) -> None:
     @app.get("/readyz", tags=["probes"], openapi_extra=ANYBODY)
     async def readyz() -> dict[str, str]:
         """Predictions are possible."""
-        if not service.ready:
+        if not await service.call("is_ready"):
             raise ServiceError(503, "the service is not ready.", 1)
         return {"status": "ok"}
 
     @app.get("/metrics", tags=["probes"])
-    async def metrics(authorization: Authorization) -> Response:
+    async def all_metrics(authorization: Authorization) -> Response:
         """Metrics for Prometheus."""
         access.check(authorization)
-        content = await asyncio.to_thread(service.metrics.text)
+        content = await service.call("metrics_text") + metrics.text()
         return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/", include_in_schema=False)
@@ -170,8 +178,10 @@ def _add_pages(app: FastAPI, service: Service, access: Access) -> None:
         return Response(content, media_type=kind, headers=policy)
 
 
-def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
-    """Predict, and see what there is."""
+def _add_predictions(
+    app: FastAPI, service: Remote, access: Access, metrics: RequestMetrics
+) -> None:
+    """Predict."""
 
     @app.post(
         f"{STREAM}/predict",
@@ -193,11 +203,16 @@ def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
         """
         access.check(authorization, stream)
         start = time.monotonic()
-        service.check(stream)
-        pixels = await _pixels(request, service)
-        outcome = await asyncio.wrap_future(service.submit(stream, pixels))
-        service.metrics.seconds.observe(time.monotonic() - start)
-        return JSONResponse(_predictions(stream, outcome, top, service.loaded.labels))
+        check_name(stream)
+        pixels = await _pixels(request, service.setup)
+        logits, told = await service.submit(stream, pixels)
+        metrics.seconds.observe(time.monotonic() - start)
+        predictions = _predictions(logits, top, service.setup.labels)
+        return JSONResponse({"stream": stream, "predictions": predictions, **told})
+
+
+def _add_streams(app: FastAPI, service: Remote, access: Access) -> None:
+    """See what there is."""
 
     @app.get("/v1/streams", response_model=schemas.StreamList, tags=["streams"])
     async def streams(
@@ -207,21 +222,22 @@ def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
     ) -> Response:
         """The streams whose name has `search` in it."""
         token = access.token(authorization)
-        names = [name for name in _allowed(token, service.names()) if search in name]
-        found = [service.summary(name) for name in names[:limit]]
+        known = await service.call("names")
+        names = [name for name in known if token.allows(name) and search in name]
+        found = await service.call("summaries", names[:limit])
         return JSONResponse({"streams": found, "total": len(names)})
 
     @app.get(STREAM, response_model=schemas.Stream, tags=["streams"])
     async def describe(stream: str, authorization: Authorization) -> Any:
         """All that is known of a stream."""
         access.check(authorization, stream)
-        return await asyncio.to_thread(service.describe, stream)
+        return await service.call("describe", stream)
 
     @app.get(f"{STREAM}/history", response_model=schemas.Points, tags=["streams"])
     async def history(stream: str, authorization: Authorization) -> Any:
         """The latest batches of a stream since the server started."""
         access.check(authorization, stream)
-        points, labels = service.history(stream), service.loaded.labels
+        points, labels = await service.call("history", stream), service.setup.labels
         shown = {label for point in points for label in point["classes"]} if labels else ()
         return {"points": points, "names": {label: labels[int(label)] for label in shown}}
 
@@ -229,21 +245,14 @@ def _add_streams(app: FastAPI, service: Service, access: Access) -> None:
     async def images(stream: str, authorization: Authorization) -> Any:
         """The latest images of a stream, if the server keeps them."""
         access.check(authorization, stream)
-        labels = service.loaded.labels
+        labels = service.setup.labels
+        latest = await service.call("latest_images", stream)
         return {
-            "images": [
-                {
-                    "png": base64.b64encode(png).decode(),
-                    "label": label,
-                    "name": labels[label] if labels else None,
-                    "confidence": confidence,
-                }
-                for png, label, confidence in service.latest_images(stream)
-            ]
+            "images": [{**one, "name": labels[one["label"]] if labels else None} for one in latest]
         }
 
 
-def _add_management(app: FastAPI, service: Service, access: Access) -> None:
+def _add_management(app: FastAPI, service: Remote, access: Access) -> None:
     """Create, change and delete streams."""
 
     @app.put(STREAM, response_model=schemas.Stream, tags=["streams"])
@@ -258,38 +267,38 @@ def _add_management(app: FastAPI, service: Service, access: Access) -> None:
         given = change.model_dump(exclude_unset=True)
         if given.get("frozen", True) is None:
             raise ServiceError(422, "frozen: must be true or false.")
-        await asyncio.to_thread(service.configure, stream, **given)
-        return await asyncio.to_thread(service.describe, stream)
+        await service.call("configure", stream, **given)
+        return await service.call("describe", stream)
 
     @app.delete(STREAM, status_code=204, tags=["streams"])
     async def delete(stream: str, authorization: Authorization) -> None:
         """Forget a stream and its state."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.delete, stream)
+        await service.call("delete", stream)
 
     @app.post(f"{STREAM}/reset", status_code=204, tags=["streams"])
     async def reset(stream: str, authorization: Authorization) -> None:
         """Restart a stream from the source weights."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.reset, stream)
+        await service.call("reset", stream)
 
     @app.post(f"{STREAM}/freeze", status_code=204, tags=["streams"])
     async def freeze(stream: str, authorization: Authorization) -> None:
         """Predict without learning from now on."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.freeze, stream, True)
+        await service.call("freeze", stream, True)
 
     @app.post(f"{STREAM}/unfreeze", status_code=204, tags=["streams"])
     async def unfreeze(stream: str, authorization: Authorization) -> None:
         """Learn again."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.freeze, stream, False)
+        await service.call("freeze", stream, False)
 
     @app.get(f"{STREAM}/state", tags=["streams"], response_class=Response)
     async def download(stream: str, authorization: Authorization) -> Response:
         """The state of a stream: a safetensors file, as `adapter.load` takes it."""
         access.check(authorization, stream)
-        content = await asyncio.to_thread(service.download, stream)
+        content = await service.call("download", stream)
         named = {"Content-Disposition": f'attachment; filename="{stream}.safetensors"'}
         return Response(content, media_type="application/octet-stream", headers=named)
 
@@ -297,18 +306,18 @@ def _add_management(app: FastAPI, service: Service, access: Access) -> None:
     async def upload(stream: str, request: Request, authorization: Authorization) -> None:
         """Continue a stream from a state of the same model and method."""
         access.check(authorization, stream)
-        await asyncio.to_thread(service.upload, stream, await request.body())
+        await service.call("upload", stream, data=await request.body())
 
 
-async def _pixels(request: Request, service: Service) -> torch.Tensor:
+async def _pixels(request: Request, setup: Setup) -> torch.Tensor:
     """The images of a request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    given = service.loaded.preprocess, service.limits
+    given = setup.preprocess, setup.limits
     if kind in TENSORS:
         return decode_tensor(kind, await request.body(), *given)
     if kind == "multipart/form-data":
         async with request.form(
-            max_files=service.limits.images + 1, max_fields=0, max_part_size=service.limits.body
+            max_files=setup.limits.images + 1, max_fields=0, max_part_size=setup.limits.body
         ) as form:
             parts = [part for part in form.getlist("image") if not isinstance(part, str)]
             bodies = [await part.read() for part in parts]
@@ -321,31 +330,18 @@ async def _pixels(request: Request, service: Service) -> torch.Tensor:
     return await asyncio.to_thread(decode_files, bodies, *given)
 
 
-def _allowed(token: Token, names: list[str]) -> list[str]:
-    return [name for name in names if token.allows(name)]
-
-
 def _predictions(
-    stream: str, outcome: Outcome, top: int, labels: tuple[str, ...]
-) -> dict[str, Any]:
-    probabilities = outcome.logits.softmax(1).nan_to_num(0)
+    logits: torch.Tensor, top: int, labels: tuple[str, ...]
+) -> list[dict[str, list[dict[str, Any]]]]:
+    """The most probable classes of each row."""
+    probabilities = logits.softmax(1).nan_to_num(0)
     values, classes = probabilities.topk(min(top, probabilities.shape[1]))
-    record = outcome.record
-    return {
-        "stream": stream,
-        "predictions": [
-            {
-                "top": [
-                    {"label": c, "name": labels[c] if labels else None, "probability": p}
-                    for c, p in zip(of, with_, strict=True)
-                ]
-            }
-            for of, with_ in zip(classes.tolist(), values.tolist(), strict=True)
-        ],
-        "predicted_by": "source" if record is None or record.source_predicted else "adapted",
-        "phase": record.phase if record else None,
-        "batch": record.batch if record else None,
-        "health": record.health.as_dict() if record and record.health else None,
-        "learned": outcome.learned,
-        "note": outcome.note,
-    }
+    return [
+        {
+            "top": [
+                {"label": c, "name": labels[c] if labels else None, "probability": p}
+                for c, p in zip(of, with_, strict=True)
+            ]
+        }
+        for of, with_ in zip(classes.tolist(), values.tolist(), strict=True)
+    ]

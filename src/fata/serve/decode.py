@@ -1,6 +1,6 @@
 """Images of a request: files that are decoded, or tensors that are checked. Nothing is unpickled.
 
-Either way they become pixels (B, 3, size, size) in [0, 1].
+Either way they become pixels (B, 3, size, size): bytes, or float32 in [0, 1].
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def decode_files(files: Sequence[bytes], preprocess: Preprocess, limits: Limits)
 
 
 def decode_tensor(kind: str, body: bytes, preprocess: Preprocess, limits: Limits) -> Tensor:
-    """Pixels that were sent as a tensor: uint8, or float32 in [0, 1]."""
+    """Pixels that were sent as a tensor."""
     tensor = _npy(body) if kind == "application/x-npy" else _safetensors(body)
     size = preprocess.size
     if tensor.ndim != 4 or tuple(tensor.shape[1:]) != (3, size, size):
@@ -41,13 +41,24 @@ def decode_tensor(kind: str, body: bytes, preprocess: Preprocess, limits: Limits
         )
     _count(len(tensor), limits)
     if tensor.dtype == torch.uint8:
-        return tensor.float() / 255
+        return tensor
     if tensor.dtype != torch.float32:
         kind = str(tensor.dtype).removeprefix("torch.")
         raise ServiceError(422, f"a tensor of {kind}: give uint8, or float32 in [0, 1].")
     if not bool(((tensor >= 0) & (tensor <= 1)).all()):
         raise ServiceError(422, "pixels of float32 must be in [0, 1], before mean and std.")
     return tensor
+
+
+def in_unit(pixels: Tensor) -> Tensor:
+    """Pixels in [0, 1], from bytes or from such pixels."""
+    return pixels.float().div(255) if pixels.dtype == torch.uint8 else pixels
+
+
+def together(parts: Sequence[Tensor]) -> Tensor:
+    """Pixels of several requests; of both kinds they become float32."""
+    same = len({part.dtype for part in parts}) == 1
+    return torch.cat([part if same else in_unit(part) for part in parts])
 
 
 def _count(images: int, limits: Limits) -> None:
@@ -69,7 +80,7 @@ def _decoded(file: bytes, number: int, preprocess: Preprocess, limits: Limits) -
                         f"{limits.pixels:,}.",
                     )
                 image.load()
-                return preprocess.pixels(image)
+                return torch.from_numpy(np.array(preprocess.view(image))).permute(2, 0, 1)
     except ServiceError:
         raise
     except Exception as error:  # of damage, Pillow raises many kinds

@@ -6,6 +6,15 @@ import time
 from dataclasses import dataclass
 
 from fata.serve.errors import ServiceError
+from fata.stream_settings import NAME
+
+
+def check_name(name: str) -> None:
+    """Raise `ServiceError` for what is no stream's name."""
+    if not NAME.fullmatch(name):
+        raise ServiceError(
+            422, "a stream's name has at most 128 letters, digits, '.', '_' and '-'."
+        )
 
 
 @dataclass(frozen=True)

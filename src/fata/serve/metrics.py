@@ -19,7 +19,7 @@ OTHER = "other"
 
 
 class Metrics:
-    """The metrics of one service.
+    """Those of the process of the network.
 
     Args:
         most: streams with metrics of their own.
@@ -49,20 +49,11 @@ class Metrics:
         self.late = Counter(
             "fata_late_images", "Images past the deadline, not learned.", registry=registry
         )
-        self.seconds = Histogram(
-            "fata_request_seconds",
-            "Time from a request to its predictions.",
-            buckets=SECONDS,
-            registry=registry,
-        )
         self.steps = Histogram(
             "fata_step_seconds", "Time of a batch.", buckets=SECONDS, registry=registry
         )
         self.rows = Histogram(
             "fata_batch_images", "Images of a batch.", buckets=ROWS, registry=registry
-        )
-        self.requests = Counter(
-            "fata_requests", "Requests by HTTP status.", ["status"], registry=registry
         )
 
     def label(self, stream: str) -> str:
@@ -112,6 +103,26 @@ class Metrics:
     def text(self) -> bytes:
         """As Prometheus reads them."""
         return generate_latest(self.registry)
+
+
+class RequestMetrics:
+    """Those of the HTTP process."""
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self.seconds = Histogram(
+            "fata_request_seconds",
+            "Time from a request to its predictions.",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self.requests = Counter(
+            "fata_requests", "Requests by HTTP status.", ["status"], registry=self._registry
+        )
+
+    def text(self) -> bytes:
+        """As Prometheus reads them."""
+        return generate_latest(self._registry)
 
 
 class _Estimates(Collector):

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from fata.serve.errors import ServiceError
 from fata.serve.limits import Limits
-from fata.serve.metrics import Metrics
+from fata.serve.metrics import RequestMetrics
 
 log = logging.getLogger("fata.serve")
 
@@ -49,7 +49,7 @@ class Guarded:
         metrics: count the requests.
     """
 
-    def __init__(self, app: Application, limits: Limits, metrics: Metrics) -> None:
+    def __init__(self, app: Application, limits: Limits, metrics: RequestMetrics) -> None:
         self._app, self._limits, self._metrics = app, limits, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

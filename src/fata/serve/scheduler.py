@@ -11,12 +11,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fata.engine.record import StepRecord
 from fata.fleet import Fleet, StreamBusyError
+from fata.serve.decode import together
 from fata.serve.errors import ServiceError
 
 log = logging.getLogger("fata.serve")
@@ -57,6 +59,18 @@ class Outcome:
     record: StepRecord | None
     learned: bool
     note: str | None = None
+
+    def told(self) -> dict[str, Any]:
+        """What the client is told beside the predictions."""
+        record = self.record
+        return {
+            "predicted_by": "source" if record is None or record.source_predicted else "adapted",
+            "phase": record.phase if record else None,
+            "batch": record.batch if record else None,
+            "health": record.health.as_dict() if record and record.health else None,
+            "learned": self.learned,
+            "note": self.note,
+        }
 
 
 @dataclass
@@ -234,7 +248,7 @@ class Scheduler:
     def _run_together(self, batch: _Batch) -> None:
         """Streams that learn nothing, by one forward pass; one by one if that fails."""
         start = time.monotonic()
-        images = {name: torch.cat([r.images for r in batch[name]]) for name in batch}
+        images = {name: together([r.images for r in batch[name]]) for name in batch}
         try:
             if not all(map(self._fleet.source_only, batch)):  # changed since they were taken
                 raise RuntimeError("a stream learns again")
@@ -253,7 +267,7 @@ class Scheduler:
     def _run(self, stream: str, requests: list[_Request]) -> None:
         start = time.monotonic()
         late = self._late(requests[0], start)
-        images = torch.cat([request.images for request in requests])
+        images = together([request.images for request in requests])
         try:
             parts = [
                 self._predicted(stream, part, late)

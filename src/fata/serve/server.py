@@ -1,75 +1,91 @@
-"""The service on a port: uvicorn, with a time-out for requests that never begin."""
+"""`fata serve`: the network in this process, HTTP in another one."""
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
-import uvicorn
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-from fata.serve.access import Access
-from fata.serve.app import create_app
-from fata.serve.middleware import Guarded
+from fata.serve.access import Token
+from fata.serve.exported import Exported
 from fata.serve.service import Service
 
 log = logging.getLogger("fata.serve")
 
-
-class TimedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """Closes a connection whose headers are not whole after some time: uvicorn alone never does."""
-
-    seconds = 30.0
-    _timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        """A client connected."""
-        super().connection_made(transport)
-        self._watch()
-
-    def data_received(self, data: bytes) -> None:
-        """A part of a request arrived."""
-        super().data_received(data)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
-        super().connection_lost(exc)
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _watch(self) -> None:
-        if self._timer is None and self._between_requests:
-            self._timer = self.loop.call_later(self.seconds, self._check)
-
-    def _check(self) -> None:
-        self._timer = None
-        if self._between_requests:
-            self.transport.close()
-
-    @property
-    def _between_requests(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+FREE = 2.0  # seconds to wait for a port: a server that was killed leaves it a moment later
 
 
-def run(service: Service, access: Access, host: str, port: int, **options: Any) -> None:
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Sockets of a host's addresses, on which nothing listens yet; raises `OSError`."""
+    until, found = time.monotonic() + FREE, []
+    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        one = socket.socket(family, kind)
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        if _bind(one, address, until):
+            found.append(one)
+    if not found:
+        raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine")
+    return found
+
+
+def _bind(one: socket.socket, address: Any, until: float) -> bool:
+    """Whether the machine has this address."""
+    while True:
+        try:
+            one.bind(address)
+            return True
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and time.monotonic() < until:
+                time.sleep(0.1)
+                continue
+            one.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                return False
+            raise
+
+
+def run(service: Service, tokens: Sequence[Token], listening: Sequence[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT; then requests that were begun are finished, streams saved.
 
-    Further `options` are uvicorn's.
+    Returns the exit status: 1 if the HTTP process ended by itself.
     """
-    limits = service.limits
-    app = Guarded(create_app(service, access), limits, service.metrics)
-    http = type("Protocol", (TimedProtocol,), {"seconds": limits.seconds})
-    config = uvicorn.Config(
-        app,
-        host=host,
-        port=port,
-        http=http,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_graceful_shutdown=round(limits.seconds),
-        **options,
-    )
-    uvicorn.Server(config).run()
+    stopping: list[int] = []
+    with ExitStack() as stack:
+        stack.callback(service.close)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            front = _start(theirs, listening)
+        stack.callback(front.wait)
+        stack.callback(Exported(service, tokens, ours).close)
+
+        def stop(number: int, _: Any) -> None:
+            stopping.append(number)
+            front.terminate()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, stop))
+        code = front.wait()
+    if stopping:
+        return 0
+    log.error("the HTTP process ended", extra={"status": code})
+    return 1
+
+
+def _start(link: socket.socket, listening: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
+    level = logging.getLevelName(logging.getLogger("fata").getEffectiveLevel()).lower()
+    numbers = [one.fileno() for one in (link, *listening)]
+    command = [sys.executable, *(f"-W{warning}" for warning in sys.warnoptions)]
+    command += ["-m", "fata.serve.front", level, *map(str, numbers)]
+    front = subprocess.Popen(command, pass_fds=numbers)
+    for one in listening:
+        one.close()
+    return front

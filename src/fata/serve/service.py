@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import logging
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,12 +23,12 @@ from fata._files import tensor_bytes
 from fata.engine import checkpoint
 from fata.engine.checkpoint import StateError
 from fata.fleet import Fleet, StreamBusyError
+from fata.serve.decode import in_unit
 from fata.serve.errors import ServiceError
 from fata.serve.history import History
-from fata.serve.limits import Limits, RateLimit
+from fata.serve.limits import Limits, RateLimit, check_name
 from fata.serve.metrics import Metrics
 from fata.serve.scheduler import Gathering, Outcome, Scheduler
-from fata.stream_settings import NAME
 from fata.zoo.loaded import Loaded
 
 log = logging.getLogger("fata.serve")
@@ -83,10 +84,7 @@ class Service:
 
     def check(self, name: str) -> None:
         """Raise `ServiceError` for what is no name, and for one stream too many."""
-        if not NAME.fullmatch(name):
-            raise ServiceError(
-                422, "a stream's name has at most 128 letters, digits, '.', '_' and '-'."
-            )
+        check_name(name)
         full = len(self._known) >= self.limits.streams
         if full and name not in self._known and name not in self.fleet:
             raise ServiceError(429, f"too many streams: at most {self.limits.streams}.", 60)
@@ -114,7 +112,7 @@ class Service:
             raise
 
     def _placed(self, pixels: Tensor) -> Tensor:
-        return self.loaded.preprocess.normalise(pixels.to(self._device))
+        return self.loaded.preprocess.normalise(in_unit(pixels.to(self._device)))
 
     def _observe(self, name: str, pixels: Tensor, outcome: Outcome, seconds: float) -> None:
         """Note a batch, in the thread that ran it."""
@@ -139,6 +137,10 @@ class Service:
         """All streams known here."""
         with self._lock:
             return sorted(self._known)
+
+    def summaries(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """A line for each of some streams."""
+        return [self.summary(name) for name in names]
 
     def summary(self, name: str) -> dict[str, Any]:
         """One line of the list of streams; what was not used since the start has only a name."""
@@ -174,13 +176,16 @@ class Service:
             history = self._histories.get(name)
             return [point.shown() for point in history.points] if history else []
 
-    def latest_images(self, name: str) -> list[tuple[bytes, int, float]]:
-        """The latest images as PNG, with their labels and confidences."""
+    def latest_images(self, name: str) -> list[dict[str, Any]]:
+        """The latest images as PNG in base64, with their labels and confidences."""
         self._check_known(name)
         if not self.keep_images:
             raise ServiceError(404, "images are not kept: the service runs without --show-images.")
         history = self._histories.get(name)
-        return list(history.latest) if history else []
+        return [
+            {"png": base64.b64encode(png).decode(), "label": label, "confidence": confidence}
+            for png, label, confidence in (list(history.latest) if history else [])
+        ]
 
     def configure(self, name: str, **changes: Any) -> None:
         """Create a stream, or change whether it is frozen, its rate or its method."""
@@ -243,10 +248,13 @@ class Service:
 
     # -- life ---------------------------------------------------------------------------------
 
-    @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether predictions are possible."""
         return self._scheduler.alive
+
+    def metrics_text(self) -> bytes:
+        """The metrics as Prometheus reads them."""
+        return self.metrics.text()
 
     def close(self) -> None:
         """Run what waits, save all streams, release them."""
@@ -281,7 +289,7 @@ def _without_path(error: Exception, path: os.PathLike[str]) -> str:
 
 
 def _png(image: Tensor) -> bytes:
-    pixels = (image.clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
+    pixels = (in_unit(image).clamp(0, 1) * 255).round().byte().permute(1, 2, 0).numpy()
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()

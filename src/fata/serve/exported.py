@@ -1,0 +1,116 @@
+"""The service as the HTTP process calls it: one thread that takes calls, and some that run them."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from fata.serve.access import Token
+from fata.serve.errors import ServiceError
+from fata.serve.messages import Message, Setup, pack, receive
+from fata.serve.scheduler import Outcome
+from fata.serve.service import Service
+
+log = logging.getLogger("fata.serve")
+
+CALLS = {
+    *("configure", "delete", "describe", "download", "freeze", "history", "is_ready"),
+    *("latest_images", "metrics_text", "names", "reset", "summaries", "upload"),
+}
+THREADS = 8  # for calls that wait until a batch is done
+
+
+class Exported:
+    """Runs what comes over a socket, until that is closed.
+
+    Args:
+        service: is called.
+        tokens: of those who may use it.
+        link: to the HTTP process.
+    """
+
+    def __init__(self, service: Service, tokens: Sequence[Token], link: socket.socket) -> None:
+        self._service, self._link = service, link
+        self._sending = threading.Lock()
+        self._others = ThreadPoolExecutor(THREADS, "fata call")
+        loaded = service.loaded
+        setup = Setup(loaded.preprocess, loaded.labels, service.limits, tuple(tokens))
+        link.sendall(setup.pack())
+        self._thread = threading.Thread(target=self._receive, name="fata calls", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more calls."""
+        with suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._others.shutdown()
+        self._link.close()
+
+    def _receive(self) -> None:
+        with suppress(EOFError, OSError):
+            while True:
+                message, data = receive(self._link)
+                if message["call"] == "submit":
+                    self._submit(message, data)
+                else:
+                    self._others.submit(self._run, message, data)
+
+    def _submit(self, message: Message, data: bytearray) -> None:
+        """Queue images; the reply is sent when they are predicted."""
+        stream, dtype, shape = message["given"]
+        try:
+            pixels = torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
+            future = self._service.submit(stream, pixels)
+        except Exception as error:
+            self._fail(message, error)
+        else:
+            future.add_done_callback(partial(self._submitted, message))
+
+    def _submitted(self, message: Message, future: Future[Outcome]) -> None:
+        error = future.exception()
+        if error:
+            self._fail(message, error)
+            return
+        outcome = future.result()
+        logits = outcome.logits.contiguous()
+        self._reply(message, [list(logits.shape), outcome.told()], logits.numpy().tobytes())
+
+    def _run(self, message: Message, data: bytearray) -> None:
+        name, given = message["call"], message["given"]
+        try:
+            if name not in CALLS:
+                raise ValueError(f"no call {name!r}")
+            if name == "upload":
+                given = [*given, bytes(data)]
+            found = getattr(self._service, name)(*given, **message["named"])
+        except Exception as error:
+            self._fail(message, error)
+            return
+        if isinstance(found, bytes):
+            self._reply(message, None, found)
+        else:
+            self._reply(message, found)
+
+    def _fail(self, message: Message, error: BaseException) -> None:
+        if not isinstance(error, ServiceError):
+            log.error("a call failed", exc_info=error, extra={"call": message["call"]})
+            error = ServiceError(500, "internal error.")
+        told = error.status, error.message, error.retry_after
+        self._send({"id": message["id"], "error": told})
+
+    def _reply(self, message: Message, result: Any, data: bytes = b"") -> None:
+        self._send({"id": message["id"], "result": result}, data)
+
+    def _send(self, reply: Message, data: bytes = b"") -> None:
+        packed = pack(reply, data)
+        with self._sending, suppress(OSError):  # nobody is left to be told
+            self._link.sendall(packed)

@@ -1,0 +1,92 @@
+"""The service as the HTTP process sees it: calls over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from asyncio import Future, IncompleteReadError, StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fata.serve.errors import ServiceError
+from fata.serve.messages import Setup, pack, read
+
+Reply = tuple[Any, bytes]  # the result, and bytes behind it
+
+
+class Remote:
+    """Calls of a `fata.serve.exported.Exported` in another process.
+
+    Args:
+        link: to that process.
+        lost: is called when that process is gone.
+    """
+
+    def __init__(self, link: socket.socket, lost: Callable[[], None] | None = None) -> None:
+        self.setup = Setup.receive(link)
+        self._link, self._lost = link, lost
+        self._writer: StreamWriter | None = None
+        self._replies: dict[int, Future[Reply]] = {}
+        self._numbers = count()
+
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Calls are possible inside the context."""
+        reader, self._writer = await asyncio.open_connection(sock=self._link)
+        receiving = asyncio.create_task(self._receive(reader))
+        try:
+            yield
+        finally:
+            receiving.cancel()
+            self._writer.close()
+            self._writer = None
+
+    async def submit(self, stream: str, pixels: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """Logits of the images of a stream, one row each, and what became of them."""
+        given = stream, str(pixels.dtype).removeprefix("torch."), list(pixels.shape)
+        data = pixels.numpy().tobytes()
+        (shape, told), logits = await self._exchange("submit", given, {}, data)
+        return torch.frombuffer(bytearray(logits), dtype=torch.float32).view(shape), told
+
+    async def call(self, name: str, *given: Any, data: bytes = b"", **named: Any) -> Any:
+        """The result of a method of the service; raises `ServiceError` where it does."""
+        result, content = await self._exchange(name, given, named, data)
+        return content if result is None else result
+
+    async def _exchange(self, name: str, given: Any, named: dict[str, Any], data: bytes) -> Reply:
+        if self._writer is None:
+            raise ServiceError(503, "the service is not ready.", 1)
+        number = next(self._numbers)
+        reply: Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[number] = reply
+        try:
+            message = {"id": number, "call": name, "given": given, "named": named}
+            self._writer.write(pack(message, data))
+            with suppress(ConnectionError):  # `_receive` notices
+                await self._writer.drain()
+            return await reply
+        finally:
+            del self._replies[number]
+
+    async def _receive(self, reader: StreamReader) -> None:
+        with suppress(IncompleteReadError, ConnectionError):
+            while True:
+                message, data = await read(reader)
+                reply = self._replies.get(message["id"])
+                if reply is None or reply.done():  # the client is gone
+                    continue
+                if "error" in message:
+                    reply.set_exception(ServiceError(*message["error"]))
+                else:
+                    reply.set_result((message["result"], data))
+        self._writer = None
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(ServiceError(503, "the service has stopped.", 1))
+        if self._lost:
+            self._lost()

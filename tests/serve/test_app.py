@@ -361,6 +361,14 @@ def test_the_requests_of_a_stream_are_gathered_in_order():
     assert torch.equal(second, alone(rows[4:]))
 
 
+def test_bytes_and_floats_of_one_batch_are_the_same_pixels():
+    rows = (pixels(4) * 255).byte()
+    with client(gathering=Gathering(batch=4, wait=60.0, deadline=600.0)) as one:
+        futures = [one.service.submit("camera-7", p) for p in (rows[:2], rows[2:].float() / 255)]
+        found = torch.cat([future.result(60).logits for future in futures])
+    assert torch.equal(found, adapter()(rows.float() / 255))
+
+
 def test_more_images_than_a_batch_are_several_batches():
     with client(gathering=NOW) as one:
         answer = predict(one, "camera-7", pixels(10)).json()

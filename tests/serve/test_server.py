@@ -1,10 +1,12 @@
 """The service in a process of its own, with real connections."""
 
 import json
+import os
 import signal
 import socket
 import threading
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,6 +98,29 @@ def test_after_a_kill_a_stream_continues_from_its_last_state(tmp_path):
     assert [p.labels for p in again] == expected(batches)[4:]
 
 
+def test_a_killed_server_leaves_its_port_to_the_next(tmp_path):
+    with process(tmp_path, *FAST) as started:
+        started.kill()
+        started.wait()
+        port = int(started.url.rpartition(":")[2])
+        with process(tmp_path, *FAST, port=port) as again, Client(again.url) as one:
+            assert one.predict("camera-7", pixels(4)).batch == 1
+
+
+def test_without_its_http_process_a_server_saves_the_streams_and_ends(tmp_path):
+    with process(tmp_path, *FAST, "--save-every", "1000") as started:
+        with Client(started.url) as one:
+            one.predict("camera-7", pixels(4))
+        listed = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+        if not listed.exists():
+            pytest.skip("needs Linux's list of child processes")
+        os.kill(int(listed.read_text()), signal.SIGKILL)
+        log = started.stdout.read()
+        assert started.wait(60) == 1, log
+    assert "the HTTP process ended" in log
+    assert (tmp_path / "camera-7.safetensors").exists()
+
+
 def test_the_client_does_what_the_service_does(tmp_path):
     tokens = tmp_path / "tokens"
     tokens.write_text("# ours\na-token-for-everything\n\na-token-for-a-camera camera-*\n")
@@ -180,3 +205,7 @@ def test_the_command_says_what_is_wrong(tmp_path):
     assert "16 characters" in serve(*mini, "--token-file", str(tmp_path / "tokens"))
     assert "unknown model" in serve("--model", "nothing")
     assert "unknown method" in serve(*mini, "--method", "nothing")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert "in use" in serve(*mini, "--port", str(taken.getsockname()[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,8 @@ from uuid import uuid4
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+STREAM = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")  # a stream's name, and so its file's
 
 
 def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:

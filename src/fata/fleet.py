@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from fata._files import save_tensors
+from fata._files import STREAM, save_tensors
 from fata.adapter import Adapter
 from fata.distributed.ranks import SINGLE
 from fata.engine import checkpoint, swap
 from fata.engine.record import StepRecord, record
 from fata.shared_network import Make, Member, SharedNetwork, Stream
-from fata.stream_settings import NAME, StreamSettings, check_name
+from fata.stream_settings import StreamSettings, check_name
 
 if TYPE_CHECKING:
     from fata._lease import Leases
@@ -175,11 +175,11 @@ class Fleet:
         if self.folder is not None:
             for suffix in (STATE, SETTINGS):
                 found = (path.name.removesuffix(suffix) for path in self.folder.glob(f"*{suffix}"))
-                known |= {name for name in found if NAME.fullmatch(name)}
+                known |= {name for name in found if STREAM.fullmatch(name)}
         return sorted(known)
 
     def __contains__(self, name: object) -> bool:
-        if not isinstance(name, str) or not NAME.fullmatch(name):
+        if not isinstance(name, str) or not STREAM.fullmatch(name):
             return False
         return name in self._streams or any(
             path.exists() for path in (self._path(name, STATE), self._path(name, SETTINGS)) if path

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from fata._files import write_whole
+from fata._files import STREAM, write_whole
 from fata.engine.checkpoint import StateError
 from fata.engine.rates import check_rate
 from fata.methods import SPECS
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
 
 def check_name(name: str) -> None:
     """Raise for what is no stream's name: letters, digits, `.`, `_` and `-`, never a path."""
-    if not isinstance(name, str) or not NAME.fullmatch(name):
+    if not isinstance(name, str) or not STREAM.fullmatch(name):
         raise ValueError(
             f"stream {name!r}: give a name of at most 128 letters, digits, '.', '_' and '-', that "
             f"begins with a letter or a digit."

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fata._text import listed, near
+from fata._view import as_rgb
 from fata.corruptions import BY_NAME, NAMES, SEVERITIES, unchecked, weather
 from fata.data.errors import DataError
 from fata.data.kinds import KINDS
 from fata.network.logits import restrict
-from fata.zoo.preprocess import as_rgb
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from importlib.resources import files
 from typing import Annotated, Any
 
-import torch
+import numpy as np
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
@@ -19,7 +19,7 @@ from starlette.formparsers import MultiPartException
 import fata
 from fata.serve import schemas
 from fata.serve.access import Access
-from fata.serve.decode import TENSORS, decode_files, decode_tensor
+from fata.serve.decode import TENSORS, Array, decode_files, decode_tensor
 from fata.serve.errors import ServiceError
 from fata.serve.limits import check_name
 from fata.serve.messages import Setup
@@ -205,9 +205,9 @@ def _add_predictions(
         start = time.monotonic()
         check_name(stream)
         pixels = await _pixels(request, service.setup)
-        logits, told = await service.submit(stream, pixels)
+        probabilities, told = await service.submit(stream, pixels)
         metrics.seconds.observe(time.monotonic() - start)
-        predictions = _predictions(logits, top, service.setup.labels)
+        predictions = _predictions(probabilities, top, service.setup.labels)
         return JSONResponse({"stream": stream, "predictions": predictions, **told})
 
 
@@ -309,10 +309,10 @@ def _add_management(app: FastAPI, service: Remote, access: Access) -> None:
         await service.call("upload", stream, data=await request.body())
 
 
-async def _pixels(request: Request, setup: Setup) -> torch.Tensor:
+async def _pixels(request: Request, setup: Setup) -> Array:
     """The images of a request."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    given = setup.preprocess, setup.limits
+    given = setup.view, setup.limits
     if kind in TENSORS:
         return decode_tensor(kind, await request.body(), *given)
     if kind == "multipart/form-data":
@@ -331,11 +331,14 @@ async def _pixels(request: Request, setup: Setup) -> torch.Tensor:
 
 
 def _predictions(
-    logits: torch.Tensor, top: int, labels: tuple[str, ...]
+    probabilities: Array, top: int, labels: tuple[str, ...]
 ) -> list[dict[str, list[dict[str, Any]]]]:
     """The most probable classes of each row."""
-    probabilities = logits.softmax(1).nan_to_num(0)
-    values, classes = probabilities.topk(min(top, probabilities.shape[1]))
+    top = min(top, probabilities.shape[1])
+    some = np.argpartition(-probabilities, top - 1, 1)[:, :top]
+    order = np.argsort(-np.take_along_axis(probabilities, some, 1), 1, kind="stable")
+    classes = np.take_along_axis(some, order, 1)
+    values = np.take_along_axis(probabilities, classes, 1)
     return [
         {
             "top": [

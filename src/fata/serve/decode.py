@@ -8,57 +8,47 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from PIL import Image
 from safetensors import SafetensorError
-from safetensors.torch import load as load_safetensors
-from torch import Tensor
+from safetensors.numpy import load as load_safetensors
 
+from fata._view import View
 from fata.serve.errors import ServiceError
 from fata.serve.limits import Limits
-from fata.zoo.preprocess import Preprocess
+
+Array = NDArray[Any]
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 TENSORS = ("application/x-npy", "application/x-safetensors")
 
 
-def decode_files(files: Sequence[bytes], preprocess: Preprocess, limits: Limits) -> Tensor:
+def decode_files(files: Sequence[bytes], view: View, limits: Limits) -> Array:
     """Pixels of image files, resized and cropped as the model expects."""
     _count(len(files), limits)
-    decoded = [_decoded(file, n, preprocess, limits) for n, file in enumerate(files, 1)]
-    return torch.stack(decoded)
+    decoded = [_decoded(file, n, view, limits) for n, file in enumerate(files, 1)]
+    return np.stack(decoded).transpose(0, 3, 1, 2)
 
 
-def decode_tensor(kind: str, body: bytes, preprocess: Preprocess, limits: Limits) -> Tensor:
+def decode_tensor(kind: str, body: bytes, view: View, limits: Limits) -> Array:
     """Pixels that were sent as a tensor."""
     tensor = _npy(body) if kind == "application/x-npy" else _safetensors(body)
-    size = preprocess.size
-    if tensor.ndim != 4 or tuple(tensor.shape[1:]) != (3, size, size):
+    size = view.size
+    if tensor.ndim != 4 or tensor.shape[1:] != (3, size, size):
         raise ServiceError(
-            422, f"a tensor of shape {tuple(tensor.shape)}: give (images, 3, {size}, {size})."
+            422, f"a tensor of shape {tensor.shape}: give (images, 3, {size}, {size})."
         )
     _count(len(tensor), limits)
-    if tensor.dtype == torch.uint8:
+    if tensor.dtype == np.uint8:
         return tensor
-    if tensor.dtype != torch.float32:
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise ServiceError(422, f"a tensor of {kind}: give uint8, or float32 in [0, 1].")
+    if tensor.dtype != np.float32:
+        raise ServiceError(422, f"a tensor of {tensor.dtype}: give uint8, or float32 in [0, 1].")
     if not bool(((tensor >= 0) & (tensor <= 1)).all()):
         raise ServiceError(422, "pixels of float32 must be in [0, 1], before mean and std.")
     return tensor
-
-
-def in_unit(pixels: Tensor) -> Tensor:
-    """Pixels in [0, 1], from bytes or from such pixels."""
-    return pixels.float().div(255) if pixels.dtype == torch.uint8 else pixels
-
-
-def together(parts: Sequence[Tensor]) -> Tensor:
-    """Pixels of several requests; of both kinds they become float32."""
-    same = len({part.dtype for part in parts}) == 1
-    return torch.cat([part if same else in_unit(part) for part in parts])
 
 
 def _count(images: int, limits: Limits) -> None:
@@ -68,7 +58,7 @@ def _count(images: int, limits: Limits) -> None:
         raise ServiceError(413, f"{images} images in one request: at most {limits.images}.")
 
 
-def _decoded(file: bytes, number: int, preprocess: Preprocess, limits: Limits) -> Tensor:
+def _decoded(file: bytes, number: int, view: View, limits: Limits) -> Array:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of metadata; bombs are checked here
@@ -80,7 +70,7 @@ def _decoded(file: bytes, number: int, preprocess: Preprocess, limits: Limits) -
                         f"{limits.pixels:,}.",
                     )
                 image.load()
-                return torch.from_numpy(np.array(preprocess.view(image))).permute(2, 0, 1)
+                return np.asarray(view(image))
     except ServiceError:
         raise
     except Exception as error:  # of damage, Pillow raises many kinds
@@ -89,7 +79,7 @@ def _decoded(file: bytes, number: int, preprocess: Preprocess, limits: Limits) -
         ) from error
 
 
-def _npy(body: bytes) -> Tensor:
+def _npy(body: bytes) -> Array:
     """A view of the body: nothing is allocated by what the header says."""
     file, read = io.BytesIO(body), np.lib.format
     try:
@@ -98,13 +88,12 @@ def _npy(body: bytes) -> Tensor:
         shape, by_column, dtype = header(file, max_header_size=4096)
         if dtype.hasobject or by_column:
             raise ValueError
-        array = np.frombuffer(body, dtype, offset=file.tell()).reshape(shape)
-        return torch.from_numpy(array.copy())
+        return np.frombuffer(body, dtype, offset=file.tell()).reshape(shape)
     except Exception as error:
         raise ServiceError(422, "the body is no .npy file of numbers, row by row.") from error
 
 
-def _safetensors(body: bytes) -> Tensor:
+def _safetensors(body: bytes) -> Array:
     try:
         tensors = load_safetensors(body)
     except (SafetensorError, ValueError, KeyError) as error:

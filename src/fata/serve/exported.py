@@ -42,7 +42,7 @@ class Exported:
         self._sending = threading.Lock()
         self._others = ThreadPoolExecutor(THREADS, "fata call")
         loaded = service.loaded
-        setup = Setup(loaded.preprocess, loaded.labels, service.limits, tuple(tokens))
+        setup = Setup(loaded.preprocess.geometry, loaded.labels, service.limits, tuple(tokens))
         link.sendall(setup.pack())
         self._thread = threading.Thread(target=self._receive, name="fata calls", daemon=True)
         self._thread.start()
@@ -81,8 +81,8 @@ class Exported:
             self._fail(message, error)
             return
         outcome = future.result()
-        logits = outcome.logits.contiguous()
-        self._reply(message, [list(logits.shape), outcome.told()], logits.numpy().tobytes())
+        probabilities = outcome.logits.softmax(1).nan_to_num(0).numpy()
+        self._reply(message, [probabilities.shape, outcome.told()], probabilities.tobytes())
 
     def _run(self, message: Message, data: bytearray) -> None:
         name, given = message["call"], message["given"]

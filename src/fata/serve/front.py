@@ -1,7 +1,8 @@
 """The HTTP process: takes requests, decodes images and writes JSON.
 
 `fata serve` starts it, with the numbers of the socket to the process of the network and of those
-that it listens on. So HTTP takes no time from the network's Python.
+that it listens on. So HTTP takes no time from the network's Python, and this process needs no
+PyTorch.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -87,7 +87,6 @@ def http_server(
 
 def main(level: str, link: str, *listening: str) -> None:
     """Serve until SIGTERM or SIGINT; then requests that were begun are finished."""
-    torch.set_num_threads(1)
     log_as_json(level)
     sockets = [socket.socket(fileno=int(number)) for number in listening]
     server = http_server(socket.socket(fileno=int(link)), partial(os._exit, 1))

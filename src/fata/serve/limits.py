@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from fata._files import STREAM
 from fata.serve.errors import ServiceError
-from fata.stream_settings import NAME
 
 
 def check_name(name: str) -> None:
     """Raise `ServiceError` for what is no stream's name."""
-    if not NAME.fullmatch(name):
+    if not STREAM.fullmatch(name):
         raise ServiceError(
             422, "a stream's name has at most 128 letters, digits, '.', '_' and '-'."
         )

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fata._view import View
 from fata.serve.access import Token
 from fata.serve.limits import Limits
-from fata.zoo.preprocess import Preprocess
 
 HEAD = struct.Struct("!IQ")  # bytes of the JSON, and bytes behind it
 
@@ -53,13 +53,13 @@ class Setup:
     """What the HTTP process must know of the service: the first message to it.
 
     Args:
-        preprocess: of the images of a request.
+        view: of an image of a request.
         labels: names of the classes; none: they have only numbers.
         limits: what a client may ask for.
         tokens: those that are accepted; none: anybody is let in.
     """
 
-    preprocess: Preprocess
+    view: View
     labels: tuple[str, ...]
     limits: Limits
     tokens: tuple[Token, ...] = ()
@@ -73,7 +73,7 @@ class Setup:
         """Wait for it."""
         given, _ = receive(link)
         return cls(
-            Preprocess.of(given["preprocess"]),
+            View(**given["view"]),
             tuple(given["labels"]),
             Limits(**given["limits"]),
             tuple(Token(one["secret"], tuple(one["streams"])) for one in given["tokens"]),

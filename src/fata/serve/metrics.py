@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from fata.engine.record import StepRecord
-from fata.guard.health import Health
+if TYPE_CHECKING:
+    from fata.engine.record import StepRecord
+    from fata.guard.health import Health
 
 PHASES = ("adapting", "aside", "rest", "off")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

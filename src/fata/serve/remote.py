@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from fata.serve.decode import Array
 from fata.serve.errors import ServiceError
 from fata.serve.messages import Setup, pack, read
 
@@ -46,12 +46,11 @@ class Remote:
             self._writer.close()
             self._writer = None
 
-    async def submit(self, stream: str, pixels: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Logits of the images of a stream, one row each, and what became of them."""
-        given = stream, str(pixels.dtype).removeprefix("torch."), list(pixels.shape)
-        data = pixels.numpy().tobytes()
-        (shape, told), logits = await self._exchange("submit", given, {}, data)
-        return torch.frombuffer(bytearray(logits), dtype=torch.float32).view(shape), told
+    async def submit(self, stream: str, pixels: Array) -> tuple[Array, dict[str, Any]]:
+        """Probabilities for the images of a stream, one row each, and what became of them."""
+        given = stream, pixels.dtype.name, pixels.shape
+        (shape, told), found = await self._exchange("submit", given, {}, pixels.tobytes())
+        return np.frombuffer(found, np.float32).reshape(shape), told
 
     async def call(self, name: str, *given: Any, data: bytes = b"", **named: Any) -> Any:
         """The result of a method of the service; raises `ServiceError` where it does."""

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fata.engine.record import StepRecord
 from fata.fleet import Fleet, StreamBusyError
-from fata.serve.decode import together
 from fata.serve.errors import ServiceError
+from fata.serve.pixels import together
 
 log = logging.getLogger("fata.serve")
 

@@ -23,11 +23,11 @@ from fata._files import tensor_bytes
 from fata.engine import checkpoint
 from fata.engine.checkpoint import StateError
 from fata.fleet import Fleet, StreamBusyError
-from fata.serve.decode import in_unit
 from fata.serve.errors import ServiceError
 from fata.serve.history import History
 from fata.serve.limits import Limits, RateLimit, check_name
 from fata.serve.metrics import Metrics
+from fata.serve.pixels import in_unit
 from fata.serve.scheduler import Gathering, Outcome, Scheduler
 from fata.zoo.loaded import Loaded
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fata._view import View
 from fata.methods.pixels import Pixels
 
 if TYPE_CHECKING:
@@ -92,41 +93,22 @@ class Preprocess:
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         return self.pixels(image)
 
+    @property
+    def geometry(self) -> View:
+        """What it does with an image before it is normalised."""
+        return View(self.resize, self.size, self.interpolation, self.squash)
+
     def view(self, image: Image.Image) -> Image.Image:
         """The same as a Pillow image."""
-        return self._middle(self._resized(as_rgb(image), self.resize, self.squash))
+        return self.geometry(image)
 
     def crop(self, image: Image.Image) -> Image.Image:
         """Centre crop of an image that is resized already, such as ImageNet-C's.
 
         An image smaller than `size` is resized.
         """
-        image = as_rgb(image)
-        if min(image.size) < self.size:
-            image = self._resized(image, self.size, squash=False)
-        return self._middle(image)
+        return self.geometry.crop(image)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """The network's input, from pixels (B, 3, H, W) in [0, 1]."""
         return Pixels(self.mean, self.std).back(pixels)
-
-    def _resized(self, image: Image.Image, side: int, squash: bool) -> Image.Image:
-        from PIL.Image import Resampling
-
-        width, height = image.size
-        short = min(width, height)
-        shape = (side, side) if squash else (side * width // short, side * height // short)
-        if shape == image.size:
-            return image
-        return image.resize(shape, Resampling[self.interpolation.upper()])
-
-    def _middle(self, image: Image.Image) -> Image.Image:
-        if image.size == (self.size, self.size):
-            return image
-        left, top = (round((side - self.size) / 2) for side in image.size)
-        return image.crop((left, top, left + self.size, top + self.size))
-
-
-def as_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB; an RGB image is not copied."""
-    return image if image.mode == "RGB" else image.convert("RGB")

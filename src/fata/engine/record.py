@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from fata.engine.engine import Engine
@@ -54,20 +55,23 @@ class Callback(Protocol):
 
 
 def record(engine: Engine, logits: Tensor, learned: bool = True) -> StepRecord:
-    """Of the batch that an engine was given last, frozen or not; waits for the device."""
+    """Of the batch that an engine was given last, frozen or not; waits for the device, once."""
     state = engine.state
     latest = [e for e in state.watched.events if learned and e.batch == state.batches]
     terms = (engine.method.name, "fata") if engine.plus else (engine.method.name,)
     rows = engine.selected or ()
+    loss = [engine.loss] if learned and engine.loss is not None else []
+    numbers = entropy(logits.float()).mean(), *(chosen.sum() for chosen in rows), *loss
+    mean, *found = torch.stack([number.float() for number in numbers]).tolist()
     return StepRecord(
         batch=state.batches,
         rows=len(logits),
-        selected={term: int(chosen.sum()) for term, chosen in zip(terms, rows, strict=False)},
-        entropy=entropy(logits.float()).mean().item(),
+        selected={term: int(count) for term, count in zip(terms, found[: len(rows)], strict=False)},
+        entropy=mean,
         stepped=int(state.counts.get("stepped", 0)),
         phase=str(state.watched.phase) if engine.watch else "off",
         source_predicted=engine.source_predicted,
         events=tuple(latest),
-        loss=engine.loss.item() if learned and engine.loss is not None else None,
+        loss=found[-1] if loss else None,
         health=engine.watch.health if engine.watch else None,
     )

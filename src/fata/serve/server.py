@@ -24,33 +24,34 @@ FREE = 2.0  # seconds to wait for a port: a server that was killed leaves it a m
 
 def bound(host: str, port: int) -> list[socket.socket]:
     """Sockets of a host's addresses, on which nothing listens yet; raises `OSError`."""
-    until, found = time.monotonic() + FREE, []
-    for family, kind, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        one = socket.socket(family, kind)
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        if _bind(one, address, until):
-            found.append(one)
-    if not found:
-        raise OSError(errno.EADDRNOTAVAIL, f"{host} is no address of this machine")
-    return found
+    until = time.monotonic() + FREE
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    found = [_bound(family, address, until) for family, _, _, _, address in addresses]
+    if not any(found):
+        raise OSError(errno.EADDRNOTAVAIL, "this machine has no such address")
+    return [one for one in found if one]
 
 
-def _bind(one: socket.socket, address: Any, until: float) -> bool:
-    """Whether the machine has this address."""
+def _bound(family: int, address: Any, until: float) -> socket.socket | None:
+    """A socket of one address; None: the machine does not have it."""
+    try:
+        one = socket.socket(family, socket.SOCK_STREAM)
+    except OSError:  # no IPv6 here
+        return None
+    one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
     while True:
         try:
             one.bind(address)
-            return True
+            return one
         except OSError as error:
-            if error.errno == errno.EADDRINUSE and time.monotonic() < until:
-                time.sleep(0.1)
-                continue
-            one.close()
-            if error.errno == errno.EADDRNOTAVAIL:
-                return False
-            raise
+            if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                one.close()
+                if error.errno == errno.EADDRNOTAVAIL:
+                    return None
+                raise
+            time.sleep(0.1)
 
 
 def run(service: Service, tokens: Sequence[Token], listening: Sequence[socket.socket]) -> int:

@@ -38,6 +38,7 @@ from benchmarks.guard import Case
 from fata.corruptions import EXTRA
 from fata.distributed.ranks import SINGLE
 from fata.guard import evidence as rule
+from fata.guard import policy
 from fata.guard.events import Watched
 from fata.guard.policy import Guard, Watch
 from fata.network.norms import has_running
@@ -58,8 +59,11 @@ METHODS = ("auto", "tent", "tent+fata", "eata+fata", "sar", "deyo+fata")
 RATES = (1, 10)
 ABLATIONS = (
     {}, {"every": 8}, {"every": 32}, {"part": 0.0625}, {"part": 0.5}, {"rows": 128}, {"rows": 2048},
-    {"bet": 0.15}, {"bet": 0.6}, {"level": 0.3}, {"level": 0.01}, {"real": 0.2}, {"real": 0.3},
+    {"bet": 0.15}, {"bet": 0.5}, {"level": 0.3}, {"level": 0.01}, {"real": 0.2}, {"real": 0.4},
     {"real": 1.0}, {"trial": 512}, {"trial": 8192},
+)  # fmt: skip
+CONSTANTS = (
+    (rule, "POINT", 0.0), (policy, "ONE_BATCH", 9.0), (policy, "FEW", 1),
 )  # fmt: skip
 HARM = -1.0  # percentage points
 
@@ -239,8 +243,11 @@ def main() -> None:
             replace(one, batches=[b._replace(beside=None) for b in one.batches]) for one in streams
         ]
         ablated("statistics do not count", blind, guard)
-        rule.POINT = 0.0
-        ablated("a lost point is harm", streams, guard)
+        for module, name, value in CONSTANTS:
+            before = getattr(module, name)
+            setattr(module, name, value)
+            ablated(f"{name}={value}", streams, guard)
+            setattr(module, name, before)
         return
     if args.file is None:
         parser.error("--record needs --file")

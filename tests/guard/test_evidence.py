@@ -87,8 +87,22 @@ def test_a_rare_class_that_the_source_is_sure_of_may_still_be_wrong():
     classes = [*[0] * 50, *range(1, 6)]
     own = predicted(classes, [6.0 - n % 2 for n in range(50)] + [1.0] * 4 + [6.0])
     adapted = predicted([0] * 54 + [5]), predicted([0] * 55)
-    most, all_of_them = (shown((own, one), (own, one)) for one in adapted)
-    assert all_of_them.gain > most.gain > 0
+    for one in adapted:
+        found = shown((own, one), (own, one))
+        assert found.harm < 0 < found.gain
+
+
+def test_a_frequent_class_is_told_from_those_that_a_shift_makes():
+    """All are frequent; only of the first are its images predicted with confidence."""
+    classes = [0] * 20 + [1] * 15 + [2] * 15 + list(range(3, 13))
+    own = predicted(classes, [6.0] * 20 + [1.0] * 30 + [3.0] * 10, of=200)
+    kept, lost = (
+        predicted([to if c in gone else c for c in classes], of=200)
+        for gone, to in (((1, 2), 0), ((0,), 1))
+    )
+    kept, lost = shown((own, kept), (own, kept)), shown((own, lost), (own, lost))
+    assert kept.harm < 0 < kept.gain
+    assert lost.gain < 0 < lost.harm
 
 
 # The source predicts class 0 for half of the images, and is less sure of it than of others.

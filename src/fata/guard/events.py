@@ -19,13 +19,7 @@ class Phase(StrEnum):
 
 @dataclass(frozen=True)
 class Event:
-    """What the guard did.
-
-    Actions: `aside`: falls back to the source model while the adapted one learns; `trusted`: the
-    adapted model predicts again; `back`: the adapted model restarts from the source weights at a
-    lower rate, and the source model predicts; `rest`: it has failed too often, and nothing is
-    learned any more.
-    """
+    """What the guard did: `aside`, `trusted`, `back` or `rest`; see `policy.TRANSITIONS`."""
 
     batch: int  # after which
     action: str
@@ -61,8 +55,7 @@ class Watched:
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Watched:
         """What `pack` gave."""
-        events = [Event(**event) for event in packed["events"]]
         health = Health(**packed["health"]) if packed["health"] else None
-        return cls(
-            **{**packed, "phase": Phase(packed["phase"]), "health": health, "events": events}
-        )
+        events = [Event(**event) for event in packed["events"]]
+        changed = {"phase": Phase(packed["phase"]), "health": health, "events": events}
+        return cls(**{**packed, **changed})

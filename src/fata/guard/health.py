@@ -10,11 +10,7 @@ class Health:
     """Estimated accuracies on the images that were compared lately, from 0 to 1.
 
     The source's is its mean confidence. The adapted model loses the mean of x (`guard.evidence`):
-    the share of images that it moved to frequent classes, less that of those it took from them.
-
-    Args:
-        source: of the source model.
-        adapted: of the adapted model.
+    the share of images moved to classes predicted too often, less that taken from them.
     """
 
     source: float

@@ -1,10 +1,5 @@
 """The guard: when to compare with the source model, and what follows.
 
-    adapting  -- odds of harm; BatchNorm and a first batch of few images ------> aside
-    aside     -- odds of gain, twice as long each time ------------------------> adapting
-    aside     -- odds of harm after so many predictions: from the source ------> aside
-                                                         for the fourth time --> rest
-
 It asks the engine for the source model's predictions; the engine does what it decides.
 """
 
@@ -12,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +23,7 @@ log = logging.getLogger("fata.guard")
 
 FEW = 32  # images; smaller batches are compared more often, and their statistics not trusted
 ONE_BATCH = 0.5  # most log odds of a gain by one batch: its images are not independent
+FAILED = "%d failures: nothing is learned until reset(); adapter.guard.events says when"
 LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 650 KiB
 
 
@@ -40,8 +37,7 @@ class Guard:
         rows: images that the averages are over.
         bet: k, what is bet on an image; see `fata.guard.evidence`.
         level: of the odds of harm that puts the adapted model aside.
-        real: above it, a correlation of frequency and confidence, or a difference of confidences,
-            is taken to be real.
+        real: above it, a correlation or a difference of confidences is taken to be real.
         trial: predictions of the source model before an adapted one that still does harm restarts.
         slower: factor of the rate when it does.
         patience: restarts before the model rests.
@@ -52,35 +48,46 @@ class Guard:
     rows: int = 448
     bet: float = 0.3
     level: float = 0.1
-    real: float = 0.25
+    real: float = 0.3
     trial: int = 2048
     slower: float = 0.1
     patience: int = 3
 
     def __post_init__(self) -> None:
         """Raise for fields out of range."""
-        for name in ("every", "rows"):
-            in_range(self, name, 1, whole=True)
-        for name in ("trial", "patience"):
-            in_range(self, name, 0, whole=True)
+        for name, least in (("every", 1), ("rows", 1), ("trial", 0), ("patience", 0)):
+            in_range(self, name, least, whole=True)
         for name in ("part", "bet", "level", "real", "slower"):
             in_range(self, name, 0, 1)
+
+    @property
+    def limit(self) -> float:
+        """The log odds at which something follows."""
+        return -math.log(self.level) if self.level else math.inf
+
+
+# In a phase, the first of its conditions that holds decides: the action, and the next phase.
+TRANSITIONS: tuple[tuple[Phase, Callable[[Guard, Watched], bool], str, Phase], ...] = (
+    (Phase.ADAPTING, lambda g, w: w.harm > g.limit, "aside", Phase.ASIDE),
+    (Phase.ASIDE, lambda g, w: w.gain > g.limit * (1 + w.trusted), "trusted", Phase.ADAPTING),
+    (Phase.ASIDE, lambda g, w: _failed(g, w) and w.failures < g.patience, "back", Phase.ASIDE),
+    (Phase.ASIDE, lambda g, w: _failed(g, w), "rest", Phase.REST),
+)
+
+
+def _failed(guard: Guard, watched: Watched) -> bool:
+    return watched.aside >= guard.trial and watched.harm > guard.limit
 
 
 class Engine(Protocol):
     """What a guard uses of an engine."""
 
+    state: Any  # all that changes while a model adapts
+    source_model: Any  # the source weights, in their place for a pass
+
     @property
     def group(self) -> Ranks:
         """The ranks that share every batch."""
-
-    @property
-    def state(self) -> Any:
-        """All that changes while a model adapts."""
-
-    @property
-    def source_model(self) -> Any:
-        """The source weights, in their place for a pass: `fata.engine.source_model`."""
 
 
 class Watch:
@@ -124,7 +131,7 @@ class Watch:
         if watched.phase is Phase.REST:
             return logits  # the engine predicted with the source weights
         watched.since += 1
-        if watched.phase is Phase.ADAPTING and not self._due(rows):
+        if not watched.source_predicts and not self._due(rows):
             return logits
         watched.last = watched.since
         source = engine.source_model.predict(images, engine.state)
@@ -134,7 +141,9 @@ class Watch:
             harm += CERTAIN
         watched.harm = max(0.0, watched.harm + harm)
         watched.gain = max(0.0, watched.gain + min(ONE_BATCH, gain))
-        return logits if self._trusts(rows) else source
+        watched.aside += rows if watched.source_predicts else 0
+        self._decide()
+        return source if watched.source_predicts else logits
 
     def _due(self, rows: int) -> bool:
         """Whether the batch is compared; of small ones more are, for as many images."""
@@ -147,50 +156,30 @@ class Watch:
     ) -> tuple[float, float]:
         """Log odds of harm and gain by this batch alone."""
         state, guard = self._engine.state, self.guard
-        known = state.guard.get("latest")
+        known = state.guard["latest"].cpu() if "latest" in state.guard else None
         now = predictions(source, logits, beside, self._engine.group)  # a wait for the device
-        found = compare(
-            None if known is None else known.cpu(), now, source.shape[1],
-            guard.rows, guard.bet, guard.real,
-        )  # fmt: skip
+        found = compare(known, now, source.shape[1], guard.rows, guard.bet, guard.real)
         state.guard = {**state.guard, "latest": found.latest.to(source.device)}
         state.watched.health = found.health
         return found.harm, found.gain
 
-    def _trusts(self, rows: int) -> bool:
-        """Whether the adapted model predicts, after what follows from the odds."""
-        watched, guard = self._watched, self.guard
-        limit = math.log(1 / guard.level) if guard.level else math.inf
-        if not watched.source_predicts:
-            if watched.harm > limit:
-                self._go(Phase.ASIDE, "aside", watched.harm)
-        else:
-            watched.aside += rows
-            if watched.gain > limit * 2**watched.trusted:
-                watched.trusted += 1
-                self._go(Phase.ADAPTING, "trusted", watched.gain)
-            elif watched.aside >= guard.trial and watched.harm > limit:
-                self._restart()
-        return not watched.source_predicts
-
-    def _restart(self) -> None:
-        """The adapted model begins again at the source weights, slower; or it rests."""
-        watched, guard = self._watched, self.guard
-        watched.failures, watched.scale = watched.failures + 1, watched.scale * guard.slower
-        if watched.failures > guard.patience:
-            self._go(Phase.REST, "rest", watched.harm)
-            log.warning(
-                "the adapted model has failed %d times: the source model predicts, and nothing is "
-                "learned until reset(); adapter.guard.events says when",
-                watched.failures,
-            )
-        else:
-            self._go(Phase.ASIDE, "back", watched.harm)
-        self._engine.source_model.restart(self._engine.state)
-        watched.since = watched.last = watched.trusted = 0
-
-    def _go(self, phase: Phase, action: str, odds: float) -> None:
-        watched = self._watched
-        event = Event(self._engine.state.batches + 1, action, round(odds, 2), watched.scale)
+    def _decide(self) -> None:
+        """The first transition that the odds call for."""
+        watched, guard, state = self._watched, self.guard, self._engine.state
+        called = (row for row in TRANSITIONS if row[0] is watched.phase and row[1](guard, watched))
+        _, _, action, phase = next(called, (None, None, "", None))
+        if phase is None:
+            return
+        odds = watched.gain if phase is Phase.ADAPTING else watched.harm
+        if phase is Phase.ADAPTING:
+            watched.trusted += 1
+        elif watched.source_predicts:  # the adapted model begins again, slower
+            watched.failures += 1
+            watched.scale *= guard.slower
+            watched.since = watched.last = watched.trusted = 0
+            self._engine.source_model.restart(state)
+        event = Event(state.batches + 1, action, round(odds, 2), watched.scale)
         watched.events[:] = [*watched.events, event][-LATEST:]
         watched.phase, watched.harm, watched.gain, watched.aside = phase, 0.0, 0.0, 0
+        if phase is Phase.REST:
+            log.warning(FAILED, watched.failures)

@@ -402,6 +402,36 @@ def test_too_much_that_waits_is_refused_and_the_rest_goes_on():
         assert predict(one, "camera-7", pixels(4)).status_code == 200
 
 
+def test_probes_and_lists_do_not_wait_for_a_batch():
+    with client() as one:
+        predict(one, "camera-7", pixels(4))
+        with one.service.fleet.stream("door"):  # the network is busy
+            waiting = [threading.Thread(target=one.get, args=(STREAM,)) for _ in range(12)]
+            for thread in waiting:
+                thread.start()
+            for path in ("/readyz", "/metrics", "/v1/streams", f"{STREAM}/history"):
+                assert one.get(path).status_code == 200
+            assert all(thread.is_alive() for thread in waiting)
+        for thread in waiting:
+            thread.join()
+
+
+def test_a_reply_that_cannot_be_sent_is_an_error(monkeypatch, caplog):
+    with client() as one:
+        predict(one, "camera-7", pixels(4))
+        monkeypatch.setattr(one.service, "describe", lambda name: {"secret": object()})
+        assert error(one.get(STREAM), 500) == "internal error."
+        assert one.get("/readyz").status_code == 200
+    assert "not JSON serializable" in caplog.text
+
+
+def test_another_method_begins_another_history():
+    with client() as one:
+        predict(one, "camera-7", pixels(4))
+        changed = one.put(STREAM, json={"method": "sar"}).json()
+    assert (changed["images"], changed["predicted_by"], changed["counts"]["seen"]) == (0, None, 0)
+
+
 def test_a_poisoned_stream_harms_no_other():
     """One class, noise, an adversarial order, at the same time: the other's bits are the same."""
     batches = list(pixels(40).split(4))

@@ -5,7 +5,9 @@ import os
 import signal
 import socket
 import threading
+import time
 from dataclasses import asdict
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -74,7 +76,9 @@ def test_requests_that_were_begun_are_finished_on_sigterm(tmp_path):
         with Client(started.url) as one:
             while len(one.streams()) < 8:
                 pass
-        started.send_signal(signal.SIGTERM)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):  # impatience loses nothing
+            started.send_signal(number)
+            time.sleep(0.2)
         for thread in waiting:
             thread.join()
         assert started.wait(60) == 0
@@ -187,6 +191,19 @@ def test_connections_that_never_finish_and_half_bodies_change_nothing(tmp_path):
             one.close()
         client.close()
     assert [p.labels for p in found] == expected(batches)
+
+
+def test_a_connection_in_use_outlasts_the_time_for_a_request(tmp_path):
+    with process(tmp_path, *FAST, "--timeout", "1") as started:
+        one = HTTPConnection("127.0.0.1", int(started.url.rpartition(":")[2]))
+        one.connect()
+        own = one.sock
+        for _ in range(12):
+            one.request("GET", "/healthz")
+            assert one.getresponse().read()
+            assert one.sock is own  # it was not opened again
+            time.sleep(0.2)
+        one.close()
 
 
 def test_the_command_says_what_is_wrong(tmp_path):

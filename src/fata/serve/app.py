@@ -205,10 +205,10 @@ def _add_predictions(
         start = time.monotonic()
         check_name(stream)
         pixels = await _pixels(request, service.setup)
-        probabilities, told = await service.submit(stream, pixels)
+        probabilities, outcome = await service.submit(stream, pixels)
         metrics.seconds.observe(time.monotonic() - start)
         predictions = _predictions(probabilities, top, service.setup.labels)
-        return JSONResponse({"stream": stream, "predictions": predictions, **told})
+        return JSONResponse({"stream": stream, "predictions": predictions, **outcome})
 
 
 def _add_streams(app: FastAPI, service: Remote, access: Access) -> None:

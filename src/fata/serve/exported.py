@@ -21,11 +21,10 @@ from fata.serve.service import Service
 
 log = logging.getLogger("fata.serve")
 
-CALLS = {
-    *("configure", "delete", "describe", "download", "freeze", "history", "is_ready"),
-    *("latest_images", "metrics_text", "names", "reset", "summaries", "upload"),
-}
-THREADS = 8  # for calls that wait until a batch is done
+# Calls that wait for nothing, and those that wait until a batch is done.
+QUICK = {"history", "is_ready", "latest_images", "metrics_text", "names", "summaries"}
+SLOW = {"configure", "delete", "describe", "download", "freeze", "reset", "upload"}
+THREADS = 8  # for each kind
 
 
 class Exported:
@@ -40,7 +39,8 @@ class Exported:
     def __init__(self, service: Service, tokens: Sequence[Token], link: socket.socket) -> None:
         self._service, self._link = service, link
         self._sending = threading.Lock()
-        self._others = ThreadPoolExecutor(THREADS, "fata call")
+        self._quick = ThreadPoolExecutor(THREADS, "fata quick call")
+        self._slow = ThreadPoolExecutor(THREADS, "fata call")
         loaded = service.loaded
         setup = Setup(loaded.preprocess.geometry, loaded.labels, service.limits, tuple(tokens))
         link.sendall(setup.pack())
@@ -52,22 +52,35 @@ class Exported:
         with suppress(OSError):
             self._link.shutdown(socket.SHUT_RDWR)
         self._thread.join()
-        self._others.shutdown()
+        self._quick.shutdown()
+        self._slow.shutdown()
         self._link.close()
 
     def _receive(self) -> None:
-        with suppress(EOFError, OSError):
+        try:
             while True:
                 message, data = receive(self._link)
-                if message["call"] == "submit":
+                name = message["call"]
+                if name == "submit":
                     self._submit(message, data)
+                elif name in QUICK:
+                    self._quick.submit(self._run, message, data)
+                elif name in SLOW:
+                    self._slow.submit(self._run, message, data)
                 else:
-                    self._others.submit(self._run, message, data)
+                    raise ValueError(f"no call {name!r}")
+        except (EOFError, OSError):
+            pass
+        except Exception:
+            log.exception("no call can be taken any more")
+        finally:
+            with suppress(OSError):  # the HTTP process ends, and with it the service
+                self._link.shutdown(socket.SHUT_RDWR)
 
     def _submit(self, message: Message, data: bytearray) -> None:
         """Queue images; the reply is sent when they are predicted."""
-        stream, dtype, shape = message["given"]
         try:
+            stream, dtype, shape = message["given"]
             pixels = torch.frombuffer(data, dtype=getattr(torch, dtype)).view(shape)
             future = self._service.submit(stream, pixels)
         except Exception as error:
@@ -76,41 +89,38 @@ class Exported:
             future.add_done_callback(partial(self._submitted, message))
 
     def _submitted(self, message: Message, future: Future[Outcome]) -> None:
-        error = future.exception()
-        if error:
+        try:
+            outcome = future.result()
+            probabilities = outcome.logits.softmax(1).nan_to_num(0).numpy()
+            result = probabilities.shape, outcome.as_reply()
+            self._reply(message, result, probabilities.tobytes())
+        except Exception as error:
             self._fail(message, error)
-            return
-        outcome = future.result()
-        probabilities = outcome.logits.softmax(1).nan_to_num(0).numpy()
-        self._reply(message, [probabilities.shape, outcome.told()], probabilities.tobytes())
 
     def _run(self, message: Message, data: bytearray) -> None:
         name, given = message["call"], message["given"]
         try:
-            if name not in CALLS:
-                raise ValueError(f"no call {name!r}")
             if name == "upload":
                 given = [*given, bytes(data)]
             found = getattr(self._service, name)(*given, **message["named"])
+            if isinstance(found, bytes):
+                self._reply(message, None, found)
+            else:
+                self._reply(message, found)
         except Exception as error:
             self._fail(message, error)
-            return
-        if isinstance(found, bytes):
-            self._reply(message, None, found)
-        else:
-            self._reply(message, found)
 
-    def _fail(self, message: Message, error: BaseException) -> None:
+    def _fail(self, message: Message, error: Exception) -> None:
         if not isinstance(error, ServiceError):
             log.error("a call failed", exc_info=error, extra={"call": message["call"]})
             error = ServiceError(500, "internal error.")
-        told = error.status, error.message, error.retry_after
-        self._send({"id": message["id"], "error": told})
+        given = error.status, error.message, error.retry_after
+        self._send({"id": message["id"], "error": given})
 
     def _reply(self, message: Message, result: Any, data: bytes = b"") -> None:
         self._send({"id": message["id"], "result": result}, data)
 
     def _send(self, reply: Message, data: bytes = b"") -> None:
         packed = pack(reply, data)
-        with self._sending, suppress(OSError):  # nobody is left to be told
+        with self._sending, suppress(OSError):  # the HTTP process is gone
             self._link.sendall(packed)

@@ -21,8 +21,13 @@ Message = dict[str, Any]
 
 def pack(message: Mapping[str, Any], data: bytes = b"") -> bytes:
     """A message as it is sent."""
+    return head(message, len(data)) + data
+
+
+def head(message: Mapping[str, Any], size: int) -> bytes:
+    """A message without the bytes behind it, which are so many."""
     text = json.dumps(message).encode()
-    return b"".join((HEAD.pack(len(text), len(data)), text, data))
+    return HEAD.pack(len(text), size) + text
 
 
 def receive(link: socket.socket) -> tuple[Message, bytearray]:

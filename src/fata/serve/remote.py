@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from asyncio import Future, IncompleteReadError, StreamReader, StreamWriter
 from collections.abc import AsyncIterator, Callable
@@ -14,7 +15,9 @@ import numpy as np
 
 from fata.serve.decode import Array
 from fata.serve.errors import ServiceError
-from fata.serve.messages import Setup, pack, read
+from fata.serve.messages import Setup, head, read
+
+log = logging.getLogger("fata.serve")
 
 Reply = tuple[Any, bytes]  # the result, and bytes behind it
 
@@ -32,7 +35,7 @@ class Remote:
         self._link, self._lost = link, lost
         self._writer: StreamWriter | None = None
         self._replies: dict[int, Future[Reply]] = {}
-        self._numbers = count()
+        self._numbers, self._sending = count(), asyncio.Lock()
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -49,13 +52,13 @@ class Remote:
     async def submit(self, stream: str, pixels: Array) -> tuple[Array, dict[str, Any]]:
         """Probabilities for the images of a stream, one row each, and what became of them."""
         given = stream, pixels.dtype.name, pixels.shape
-        (shape, told), found = await self._exchange("submit", given, {}, pixels.tobytes())
-        return np.frombuffer(found, np.float32).reshape(shape), told
+        (shape, outcome), found = await self._exchange("submit", given, {}, pixels.tobytes())
+        return np.frombuffer(found, np.float32).reshape(shape), outcome
 
     async def call(self, name: str, *given: Any, data: bytes = b"", **named: Any) -> Any:
         """The result of a method of the service; raises `ServiceError` where it does."""
         result, content = await self._exchange(name, given, named, data)
-        return content if result is None else result
+        return content or result
 
     async def _exchange(self, name: str, given: Any, named: dict[str, Any], data: bytes) -> Reply:
         if self._writer is None:
@@ -65,15 +68,22 @@ class Remote:
         self._replies[number] = reply
         try:
             message = {"id": number, "call": name, "given": given, "named": named}
-            self._writer.write(pack(message, data))
-            with suppress(ConnectionError):  # `_receive` notices
-                await self._writer.drain()
+            await self._send(head(message, len(data)), data)
             return await reply
         finally:
             del self._replies[number]
 
+    async def _send(self, *parts: bytes) -> None:
+        """One message at a time: what waits is not copied into the socket's buffer."""
+        async with self._sending:
+            with suppress(ConnectionError):  # `_receive` notices
+                for part in parts:
+                    if self._writer:
+                        self._writer.write(part)
+                        await self._writer.drain()
+
     async def _receive(self, reader: StreamReader) -> None:
-        with suppress(IncompleteReadError, ConnectionError):
+        try:
             while True:
                 message, data = await read(reader)
                 reply = self._replies.get(message["id"])
@@ -83,6 +93,10 @@ class Remote:
                     reply.set_exception(ServiceError(*message["error"]))
                 else:
                     reply.set_result((message["result"], data))
+        except (IncompleteReadError, ConnectionError):
+            pass
+        except Exception:
+            log.exception("no reply can be read any more")
         self._writer = None
         for reply in self._replies.values():
             if not reply.done():

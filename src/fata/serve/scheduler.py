@@ -60,7 +60,7 @@ class Outcome:
     learned: bool
     note: str | None = None
 
-    def told(self) -> dict[str, Any]:
+    def as_reply(self) -> dict[str, Any]:
         """What the client is told beside the predictions."""
         record = self.record
         return {

@@ -25,8 +25,9 @@ FREE = 2.0  # seconds to wait for a port: a server that was killed leaves it a m
 def bound(host: str, port: int) -> list[socket.socket]:
     """Sockets of a host's addresses, on which nothing listens yet; raises `OSError`."""
     until = time.monotonic() + FREE
-    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    found = [_bound(family, address, until) for family, _, _, _, address in addresses]
+    known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    addresses = dict.fromkeys((family, address) for family, _, _, _, address in known)
+    found = [_bound(family, address, until) for family, address in addresses]
     if not any(found):
         raise OSError(errno.EADDRNOTAVAIL, "this machine has no such address")
     return [one for one in found if one]
@@ -57,24 +58,29 @@ def _bound(family: int, address: Any, until: float) -> socket.socket | None:
 def run(service: Service, tokens: Sequence[Token], listening: Sequence[socket.socket]) -> int:
     """Serve until SIGTERM or SIGINT; then requests that were begun are finished, streams saved.
 
-    Returns the exit status: 1 if the HTTP process ended by itself.
+    Returns the exit status: 1 if the HTTP process ended by itself. A second signal changes nothing.
     """
     stopping: list[int] = []
+    fronts: list[subprocess.Popen[bytes]] = []
+
+    def stop(number: int, _: Any) -> None:
+        stopping.append(number)
+        for one in fronts:
+            one.terminate()
+
     with ExitStack() as stack:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, stop))
         stack.callback(service.close)
         ours, theirs = socket.socketpair()
         with theirs:
             front = _start(theirs, listening)
         stack.callback(front.wait)
+        stack.callback(front.terminate)
+        fronts.append(front)
         stack.callback(Exported(service, tokens, ours).close)
-
-        def stop(number: int, _: Any) -> None:
-            stopping.append(number)
-            front.terminate()
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            stack.callback(signal.signal, number, signal.signal(number, stop))
-        code = front.wait()
+        if not stopping:
+            code = front.wait()
     if stopping:
         return 0
     log.error("the HTTP process ended", extra={"status": code})
@@ -84,9 +90,10 @@ def run(service: Service, tokens: Sequence[Token], listening: Sequence[socket.so
 def _start(link: socket.socket, listening: Sequence[socket.socket]) -> subprocess.Popen[bytes]:
     level = logging.getLevelName(logging.getLogger("fata").getEffectiveLevel()).lower()
     numbers = [one.fileno() for one in (link, *listening)]
-    command = [sys.executable, *(f"-W{warning}" for warning in sys.warnoptions)]
+    # -P: no module is imported from the folder that the server happens to be started in.
+    command = [sys.executable, "-P", *(f"-W{warning}" for warning in sys.warnoptions)]
     command += ["-m", "fata.serve.front", level, *map(str, numbers)]
-    front = subprocess.Popen(command, pass_fds=numbers)
+    front = subprocess.Popen(command, pass_fds=numbers, start_new_session=True)
     for one in listening:
         one.close()
     return front

@@ -191,9 +191,12 @@ class Service:
         """Create a stream, or change whether it is frozen, its rate or its method."""
         try:
             with self._admitted(name), _told():
-                self.fleet.configure(name, **changes)
+                before = self.fleet.settings(name).method
+                restarted = self.fleet.configure(name, **changes).method != before
         except ValueError as error:
             raise ServiceError(422, str(error)) from error
+        if restarted:
+            self._forget_history(name)
         log.info("configured", extra={"stream": name, "changes": changes})
 
     def freeze(self, name: str, frozen: bool) -> None:
@@ -206,9 +209,12 @@ class Service:
         self._check_known(name)
         with _told():
             self.fleet.restart(name)
+        self._forget_history(name)
+        log.info("reset", extra={"stream": name})
+
+    def _forget_history(self, name: str) -> None:
         self._histories.pop(name, None)
         self.metrics.restart(name)
-        log.info("reset", extra={"stream": name})
 
     def delete(self, name: str) -> None:
         """Forget a stream."""

@@ -83,8 +83,9 @@ def _harm(rows: Tensor, classes: int, real: float) -> Tensor:
 
 
 def _between(s: Tensor, p: Tensor, classes: int) -> float:
-    """Correlation of p with the mean p of the other images of its class; 0 if one is constant."""
+    """Correlation of p with the mean p of the other images of its class and one average image."""
     others, total = s.bincount(minlength=classes)[s] - 1, s.bincount(p, minlength=classes)[s]
-    u, v = ((total - p) / others)[others > 0], p[others > 0]
-    u, v = u - u.mean(), v - v.mean()
+    mean = p.mean()
+    u, v = (total - p + mean) / (others + 1), p - mean
+    u = u - u.mean()
     return float((u * v).sum() / (u.norm() * v.norm()).clamp(min=1e-3))

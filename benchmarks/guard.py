@@ -46,7 +46,7 @@ from fata.adapter import BALANCED, Adapter
 from fata.bench.cell import Cell
 from fata.corruptions import EXTRA, NAMES
 from fata.data.dataset import data_name
-from fata.guard.health import Health
+from fata.guard.events import Health
 from fata.network.norms import has_running
 from fata.zoo import Loaded, mini
 

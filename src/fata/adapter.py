@@ -22,7 +22,7 @@ from fata.engine.finite import run
 from fata.engine.fisher import FisherData
 from fata.engine.ownership import Settings
 from fata.engine.record import Callback, record
-from fata.guard.health import Health
+from fata.guard.events import Health
 from fata.guard.policy import Guard, Watch
 from fata.methods import describe, parse, spec_of
 from fata.methods.base import Method

@@ -6,7 +6,7 @@ import torch
 from fata.distributed.ranks import SINGLE
 from fata.guard.evidence import compare, predictions
 
-ROWS, BET, REAL = 448, 0.3, 0.25
+ROWS, BET, REAL = 448, 0.3, 0.3
 
 
 def predicted(classes, confidence=3.0, of=10):
@@ -222,3 +222,17 @@ def test_health_is_the_sources_confidence_less_what_is_lost():
 def test_nobody_is_estimated_by_images_that_do_not_count():
     broken = torch.full((4, 10), torch.nan)
     assert shown((broken, broken)).health is None
+
+
+def test_classes_that_are_rarely_predicted_do_not_make_a_stream_unequal():
+    """Of a thousand classes most are in view once, others twice, a little alike in confidence."""
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(500, generator=draw)
+    pairs, singles = order[:75].tolist(), order[75:375].tolist()
+    noise = torch.randn(450, generator=draw)
+    alike = torch.randn(75, generator=draw).repeat(2)
+    confidence = 7 + noise + torch.cat((alike, torch.zeros(300)))
+    own = predicted(pairs + pairs + singles, confidence, of=1000)
+    moved = predicted([500 + c for c in pairs] + pairs + singles, of=1000)
+    found = shown((own, moved))
+    assert found.harm < 0 < found.gain

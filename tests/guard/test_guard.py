@@ -138,7 +138,7 @@ def test_a_class_that_is_masked_out_hides_no_collapse():
 def at_rest(monkeypatch, tmp_path):
     """An adapter whose guard has given up, and the file of its state."""
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
-    monkeypatch.setattr(type(adapter.guard), "_compare", lambda *_: HARM)
+    monkeypatch.setattr(type(adapter.guard), "_odds", lambda *_: HARM)
     for images in batches(8):
         adapter(images)
     adapter.save(tmp_path / "s.safetensors")
@@ -188,7 +188,7 @@ def test_a_look_that_fails_leaves_all_as_it_was(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(adapter.guard), "_compare", broken)
+        patch.setattr(type(adapter.guard), "_odds", broken)
         with pytest.raises(KeyboardInterrupt):
             adapter(images[1])
     assert all(torch.equal(v, tensors(adapter)[k]) for k, v in before.items())
@@ -264,7 +264,7 @@ def told(monkeypatch, adapter, *signs):
     """The evidence of the next checks, the last of them for ever."""
     left = list(signs)
     monkeypatch.setattr(
-        type(adapter.guard), "_compare", lambda *_: left.pop(0) if len(left) > 1 else left[0]
+        type(adapter.guard), "_odds", lambda *_: left.pop(0) if len(left) > 1 else left[0]
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fata.bench import paired
-from fata.guard.health import Health
+from fata.guard.events import Health
 
 POINTS = 100  # of a curve
 BINS = 50  # of the histogram of entropies

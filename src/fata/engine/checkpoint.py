@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -70,7 +70,7 @@ def _described(engine: Engine, state: State, source: str) -> dict[str, Any]:
         "batches": state.batches,
         "share": state.share,
         "counts": {name: int(number) for name, number in state.counts.items()},
-        "watched": state.watched.pack(),
+        "watched": asdict(state.watched),
     }
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fata.engine.engine import Engine
-from fata.guard.events import Event
-from fata.guard.health import Health
+from fata.guard.events import Event, Health
 from fata.methods.losses import entropy
 
 

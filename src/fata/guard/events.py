@@ -1,12 +1,10 @@
-"""What the guard did and keeps: its events, and its part of an adapter's state."""
+"""What the guard did, estimates and keeps: its part of an adapter's state."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
-
-from fata.guard.health import Health
 
 
 class Phase(StrEnum):
@@ -25,6 +23,27 @@ class Event:
     action: str
     odds: float  # log odds of harm (`trusted`: of a gain) that led to it
     rate: float  # factor of the rate from now on
+
+
+@dataclass(frozen=True)
+class Health:
+    """Estimated accuracies on the images that were compared lately, from 0 to 1.
+
+    The source's is its mean confidence. The adapted model loses the mean of x (`guard.evidence`):
+    the share of images moved to classes predicted too often, less that taken from them.
+    """
+
+    source: float
+    adapted: float
+
+    @property
+    def gain(self) -> float:
+        """Of the adapted model over the source model."""
+        return self.adapted - self.source
+
+    def as_dict(self) -> dict[str, float]:
+        """Both accuracies and the gain, by name."""
+        return {"source": self.source, "adapted": self.adapted, "gain": self.gain}
 
 
 @dataclass
@@ -48,13 +67,9 @@ class Watched:
         """Whether the source model predicts."""
         return self.phase is not Phase.ADAPTING
 
-    def pack(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
     @classmethod
     def unpack(cls, packed: dict[str, Any]) -> Watched:
-        """What `pack` gave."""
+        """From a dictionary of all fields, as JSON has them."""
         health = Health(**packed["health"]) if packed["health"] else None
         events = [Event(**event) for event in packed["events"]]
         changed = {"phase": Phase(packed["phase"]), "health": health, "events": events}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fata.distributed.ranks import Ranks
-from fata.guard.health import Health
+from fata.guard.events import Health
 
 POINT = 0.01  # of the accuracy, that may be lost
 CERTAIN = 100.0  # log odds of what needs no evidence, such as logits that have become NaN
@@ -83,8 +83,8 @@ def _harm(rows: Tensor, classes: int, real: float) -> Tensor:
 
 
 def _between(s: Tensor, p: Tensor, classes: int) -> float:
-    """Correlation of p with the mean p of the other images of its class; 0 if one is constant."""
+    """Correlation of p with the mean p of the other images of its class and one average image."""
     others, total = s.bincount(minlength=classes)[s] - 1, s.bincount(p, minlength=classes)[s]
-    u, v = ((total - p) / others)[others > 0], p[others > 0]
-    u, v = u - u.mean(), v - v.mean()
+    shrunk = (total - p + p.mean()) / (others + 1)
+    u, v = shrunk - shrunk.mean(), p - p.mean()
     return float((u * v).sum() / (u.norm() * v.norm()).clamp(min=1e-3))

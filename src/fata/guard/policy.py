@@ -14,9 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from fata.distributed.ranks import Ranks
-from fata.guard.events import Event, Phase, Watched
+from fata.guard.events import Event, Health, Phase, Watched
 from fata.guard.evidence import CERTAIN, compare, predictions
-from fata.guard.health import Health
 from fata.methods.base import in_range
 
 log = logging.getLogger("fata.guard")
@@ -136,7 +135,7 @@ class Watch:
         watched.last = watched.since
         source = engine.source_model.predict(images, engine.state)
         beside = engine.source_model.beside(images, engine.state)
-        harm, gain = self._compare(source, logits, beside)
+        harm, gain = self._odds(source, logits, beside)
         if watched.since == 1 and beside is not None and rows < FEW:
             harm += CERTAIN
         watched.harm = max(0.0, watched.harm + harm)
@@ -151,9 +150,7 @@ class Watch:
         most = min(guard.every, max(guard.every // 4, guard.every * rows // FEW))
         return watched.since - watched.last >= min(most, max(1, int(guard.part * watched.since)))
 
-    def _compare(
-        self, source: Tensor, logits: Tensor, beside: Tensor | None
-    ) -> tuple[float, float]:
+    def _odds(self, source: Tensor, logits: Tensor, beside: Tensor | None) -> tuple[float, float]:
         """Log odds of harm and gain by this batch alone."""
         state, guard = self._engine.state, self.guard
         known = state.guard["latest"].cpu() if "latest" in state.guard else None

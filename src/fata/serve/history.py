@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fata.engine.record import StepRecord
-from fata.guard.health import Health
+from fata.guard.events import Health
 
 POINTS = 60  # of a curve
 ROWS = 64  # images that a point stands for, at least

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from fata.engine.record import StepRecord
-    from fata.guard.health import Health
+    from fata.guard.events import Health
 
 PHASES = ("adapting", "aside", "rest", "off")
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

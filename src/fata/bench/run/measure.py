@@ -18,7 +18,7 @@ from fata.bench.run import memory
 from fata.bench.samples import samples
 from fata.bench.summary import Rows, health, summary
 from fata.data import Samples, Stream
-from fata.guard.health import Health
+from fata.guard.events import Health
 from fata.methods.losses import entropy
 from fata.window import Window
 from fata.zoo import Loaded

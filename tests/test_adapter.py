@@ -764,6 +764,13 @@ def test_a_method_by_name_where_an_object_is_meant():
         fata.Adapter(network("resnet_gn"), fata.Tent(), fata.Sar())
 
 
+@pytest.mark.parametrize("spec", [None, "tent"])
+def test_what_the_zoo_loads_is_not_the_model_itself(spec):
+    loaded = fata.zoo.load("mini_resnet_gn")
+    with pytest.raises(TypeError, match=r"got Loaded: give loaded\.model"):
+        fata.adapt(loaded, spec)
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [

@@ -291,7 +291,9 @@ def test_the_command_takes_classes_and_size(call):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--model", "nope"], "timm has no 'nope'"),
+        (["--model", "nope"], "unknown architecture 'nope': choose one of resnet50_bn"),
+        (["--model", "mini_resnet"], "Did you mean 'mini_resnet_gn'"),
+        (["--model", "timm:nope"], "timm has no 'nope'"),
         (["--model", "mini_vit", "--methods", "eat"], "unknown method 'eat'"),
         (["--model", "mini_vit", "--methods", ","], "give some, such as"),
         (["--model", "mini_vit", "--size", "20"], "does not take 20 x 20 images"),

@@ -180,6 +180,12 @@ def test_public_names_are_found_when_asked_for():
         _ = fata.adopt
 
 
+def test_the_folder_of_the_states_is_no_file(call):
+    result = call("serve", "--model", "mini_resnet_gn", "--state-dir", "mine.py")
+    assert result.exit_code == 2
+    assert "--state-dir" in result.output
+
+
 def test_a_fast_server_is_warm_before_it_listens(call, monkeypatch):
     def listen(service, tokens, listening):
         service.close()

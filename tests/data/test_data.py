@@ -74,6 +74,7 @@ def refused(*parts, spec, **options):
     ("spec", "options", "parts"),
     [
         ("imagenet_c:x", {}, ["unknown data 'imagenet_c:x'", "Did you mean 'imagenet-c'"]),
+        ("/nope", {}, ["unknown data '/nope'", "A folder is folder:/nope."]),
         ("embedded:x", {}, ["'embedded:x': give embedded."]),
         ("imagenet", {}, ["give imagenet:DIR"]),
         ("folder:no/such", {}, ["there is no folder 'no/such'"]),

@@ -124,6 +124,23 @@ def test_what_is_no_image_is_said_so_and_changes_nothing(kind, body, status):
     assert again["counts"]["seen"] == 4
 
 
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"files": {"image": (None, "hello")}}, "send a file, as -F image=@frame.jpg"),
+        ({"files": {"foo": ("a.jpg", jpeg(), "image/jpeg")}}, "no image: name the part 'image'"),
+    ],
+)
+def test_a_form_without_an_image_says_how_to_send_one(form, message):
+    with client() as one:
+        assert message in error(one.post(f"{STREAM}/predict", **form), 422)
+
+
+def test_an_unknown_path_says_what_a_stream_is_called():
+    with client() as one:
+        assert "at most 128 letters" in error(one.post("/v1/streams/a/b/predict"), 404)
+
+
 def test_a_pickle_is_never_loaded():
     class Bomb:
         def __reduce__(self):
@@ -313,8 +330,10 @@ def test_tokens_are_asked_for_and_limit_streams():
         assert predict(one, "garage", pixels(1), **bearer(ALL)).status_code == 200
         for call in ("get", "delete"):
             error(one.request(call, "/v1/streams/garage", headers=bearer(SOME)), 403)
-        error(predict(one, "garage", pixels(1), **bearer(SOME)), 403)
-        error(one.get("/metrics", headers=bearer(SOME)), 403)
+        told = error(predict(one, "garage", pixels(1), **bearer(SOME)), 403)
+        assert "not valid for the stream 'garage'" in told
+        told = error(one.get("/metrics", headers=bearer(SOME)), 403)
+        assert "not valid for what concerns all streams" in told
         assert one.get("/metrics", headers=bearer(ALL)).status_code == 200
         seen = {
             token: [

@@ -27,17 +27,25 @@ def serve(
     ] = "auto",
     state_dir: Annotated[
         Path | None,
-        typer.Option(help="Folder of the states. Default: none, a restart forgets all streams."),
+        typer.Option(
+            file_okay=False,
+            help="Folder of the states. Default: none, a restart forgets all streams.",
+        ),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Others than this machine's need tokens.")
+        str,
+        typer.Option(
+            help="Address to listen on. One that other machines can reach needs --token-file."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="Bearer tokens, one a line; names of streams behind one limit it."),
+        typer.Option(
+            help="Bearer tokens, one a line; names of streams after a token limit it to them."
+        ),
     ] = None,
-    streams: Annotated[int, typer.Option(min=1, help="Streams that there may be.")] = 1000,
+    streams: Annotated[int, typer.Option(min=1, help="Most streams.")] = 1000,
     in_memory: Annotated[
         int, typer.Option(min=1, help="Streams held in memory, with --state-dir.")
     ] = 1000,
@@ -46,7 +54,10 @@ def serve(
         float, typer.Option(min=0, help="Milliseconds that an image waits for others.")
     ] = 50,
     deadline_ms: Annotated[
-        float, typer.Option(min=1, help="Milliseconds after which it is predicted unlearned.")
+        float,
+        typer.Option(
+            min=1, help="Milliseconds after which an image is predicted without adaptation."
+        ),
     ] = 2000,
     save_every: Annotated[
         int, typer.Option(min=1, help="Batches of a stream between two saves of its state.")

@@ -77,9 +77,11 @@ def open(
         there = (hub if kind == _HUB else own)(spec, use.view, jpeg)
         return there if fit is None else _fitted(there, _HUB if kind == _HUB else _OWN, fit)
     if kind not in KINDS:
+        path = not where and ("/" in spec or Path(spec).is_dir())
+        hint = f" A folder is folder:{spec}." if path else near(kind, KINDS)
         raise DataError(
             f"unknown data {spec!r}: give embedded, KIND:DIR or your own my_module:loader; KIND is "
-            f"one of {', '.join(k for k in KINDS if k != 'embedded')}.{near(kind, KINDS)}"
+            f"one of {', '.join(k for k in KINDS if k != 'embedded')}.{hint}"
         )
     if (kind == "embedded") == bool(where):
         raise DataError(f"{spec!r}: give {kind if kind == 'embedded' else f'{kind}:DIR'}.")

@@ -23,7 +23,9 @@ RENAMED = {"truncated": "norm-truncated", "all": "norm"}  # since 0.2
 def check_model(model: nn.Module) -> None:
     """Raise for a model that cannot be adapted."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}.")
+        loaded = isinstance(getattr(model, "model", None), nn.Module)  # of fata.zoo.load
+        hint = ": give loaded.model" if loaded else ""
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}{hint}.")
     check_free(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError("a TorchScript module cannot be adapted; give the nn.Module it came from.")

@@ -81,5 +81,6 @@ class Access:
         """Raise `ServiceError` unless the token of a request is for this stream."""
         token = self.token(authorization)
         if not token.allows(stream):
-            raise ServiceError(403, "this token is not for that.")
+            what = "what concerns all streams" if stream is None else f"the stream {stream!r}"
+            raise ServiceError(403, f"this token is not valid for {what}.")
         return token

@@ -13,6 +13,7 @@ import numpy as np
 from fastapi import Depends, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
 
@@ -21,7 +22,7 @@ from fata.serve import schemas
 from fata.serve.access import Access
 from fata.serve.decode import TENSORS, Array, decode_files, decode_tensor
 from fata.serve.errors import ServiceError
-from fata.serve.limits import check_name
+from fata.serve.limits import NAME, check_name
 from fata.serve.messages import Setup
 from fata.serve.metrics import RequestMetrics
 from fata.serve.middleware import failure
@@ -120,9 +121,11 @@ def _handle_errors(app: FastAPI) -> None:
         return failure(ServiceError(500, "internal error."))
 
     @app.exception_handler(HTTPException)
-    async def _(_: Request, error: HTTPException) -> Response:
+    async def _(request: Request, error: HTTPException) -> Response:
         if isinstance(error.__cause__, MultiPartException) or error.status_code == 400:
             return failure(ServiceError(422, "the form is damaged, or has too many parts."))
+        if error.status_code == 404 and request.url.path.startswith("/v1/streams/"):
+            return failure(ServiceError(404, f"there is no such path: {NAME}"))
         return failure(ServiceError(error.status_code, str(error.detail)))
 
     @app.exception_handler(RequestValidationError)
@@ -317,10 +320,13 @@ async def _pixels(request: Request, setup: Setup) -> Array:
         return decode_tensor(kind, await request.body(), *given)
     if kind == "multipart/form-data":
         async with request.form(
-            max_files=setup.limits.images + 1, max_fields=0, max_part_size=setup.limits.body
+            max_files=setup.limits.images + 1,
+            max_fields=setup.limits.images + 1,
+            max_part_size=setup.limits.body,
         ) as form:
-            parts = [part for part in form.getlist("image") if not isinstance(part, str)]
-            bodies = [await part.read() for part in parts]
+            bodies = [await _file(part) for part in form.getlist("image")]
+        if not bodies:
+            raise ServiceError(422, "no image: name the part 'image'.")
     elif kind.startswith("image/"):
         bodies = [await request.body()]
     else:
@@ -328,6 +334,13 @@ async def _pixels(request: Request, setup: Setup) -> Array:
             415, "give a form with parts 'image', one JPEG, PNG or WebP, a .npy or safetensors."
         )
     return await asyncio.to_thread(decode_files, bodies, *given)
+
+
+async def _file(part: UploadFile | str) -> bytes:
+    """The content of a part of a form, which must be a file."""
+    if isinstance(part, str):
+        raise ServiceError(422, "the part 'image' is text: send a file, as -F image=@frame.jpg.")
+    return await part.read()
 
 
 def _predictions(

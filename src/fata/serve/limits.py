@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fata._files import STREAM
 from fata.serve.errors import ServiceError
 
+NAME = "a stream's name has at most 128 letters, digits, '.', '_' and '-'."
+
 
 def check_name(name: str) -> None:
     """Raise `ServiceError` for what is no stream's name."""
     if not STREAM.fullmatch(name):
-        raise ServiceError(
-            422, "a stream's name has at most 128 letters, digits, '.', '_' and '-'."
-        )
+        raise ServiceError(422, NAME)
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,17 @@ def architecture(name: str) -> Architecture:
     library, _, rest = name.rpartition(":")
     if library == "torchvision":
         return Torchvision(rest, weights=False)
-    if library in ("", "timm"):
-        return Mini(name) if name in mini.NAMES else Timm(rest, weights=False)
+    if name in mini.NAMES:
+        return Mini(name)
+    if library == "timm" or (not library and _library("timm").is_model(rest.partition(".")[0])):
+        return Timm(rest, weights=False)
     if is_own(name):
         return Own(name)
+    names = (*PAPER, *mini.NAMES)
+    known = names if library else (*names, *_library("timm").list_models())
     raise ZooError(
-        f"unknown architecture {name!r}: give timm:NAME, torchvision:NAME, or one of "
-        f"{', '.join((*PAPER, *mini.NAMES))}."
+        f"unknown architecture {name!r}: choose one of {', '.join(names)}, or give timm:NAME, "
+        f"torchvision:NAME or your own my_module:build.{near(name, known)}"
     )
 
 

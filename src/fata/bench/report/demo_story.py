@@ -145,7 +145,8 @@ class Story:
         source, alone, watched = self.guarded.accuracy.values()
         return (
             f"The guard, on by default: on {readable(COLLAPSE)} DeYO alone collapses, "
-            f"{source:.0f} % unadapted -> {alone:.0f} %; with the guard it ends at {watched:.0f} %."
+            f"mean accuracy {source:.1f} % unadapted -> {alone:.1f} %; with the guard "
+            f"{watched:.1f} %."
         )
 
 

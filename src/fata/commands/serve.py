@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -92,6 +93,9 @@ def serve(
     SIGTERM finishes the requests that were begun and saves every stream. With fast, all passes are
     run on noise before it listens.
     """
+    for name in ("fastapi", "uvicorn"):  # the HTTP process needs them, and starts late
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(name=name)
     from fata.serve.access import read_tokens
     from fata.serve.limits import Limits
     from fata.serve.logs import log_as_json

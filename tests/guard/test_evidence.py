@@ -236,3 +236,15 @@ def test_classes_that_are_rarely_predicted_do_not_make_a_stream_unequal():
     moved = predicted([500 + c for c in pairs] + pairs + singles, of=1000)
     found = shown((own, moved))
     assert found.harm < 0 < found.gain
+
+
+def test_the_health_of_a_collapsed_model_does_not_depend_on_one_small_batch():
+    draw, latest = torch.Generator().manual_seed(0), None
+    for number in range(60):
+        classes = torch.randint(10, (16,), generator=draw).tolist()
+        own = predicted(classes, 1 + 3 * torch.rand(16, generator=draw))
+        now = predictions(own, predicted([0] * 16), None, SINGLE)
+        found = compare(latest, now, 10, ROWS, BET, REAL)
+        latest = found.latest
+        if number >= 8:
+            assert found.health.gain < -0.3

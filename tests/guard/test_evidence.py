@@ -242,8 +242,10 @@ def test_the_health_of_a_collapsed_model_does_not_depend_on_one_small_batch():
     draw, latest = torch.Generator().manual_seed(0), None
     for number in range(60):
         classes = torch.randint(10, (16,), generator=draw).tolist()
-        own = predicted(classes, 1 + 3 * torch.rand(16, generator=draw))
-        now = predictions(own, predicted([0] * 16), None, SINGLE)
+        confidence = 1 + 3 * torch.rand(16, generator=draw)
+        if number % 5 == 4:  # by chance half are of one class, the confident half
+            classes[:9], confidence = [0] * 9, torch.tensor([4.0] * 9 + [1.0] * 7)
+        now = predictions(predicted(classes, confidence), predicted([0] * 16), None, SINGLE)
         found = compare(latest, now, 10, ROWS, BET, REAL)
         latest = found.latest
         if number >= 8:

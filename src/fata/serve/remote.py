@@ -40,14 +40,15 @@ class Remote:
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
         """Calls are possible inside the context."""
-        reader, self._writer = await asyncio.open_connection(sock=self._link)
+        reader, writer = await asyncio.open_connection(sock=self._link)
+        self._writer = writer
         receiving = asyncio.create_task(self._receive(reader))
         try:
             yield
         finally:
-            receiving.cancel()
-            self._writer.close()
             self._writer = None
+            receiving.cancel()
+            writer.close()
 
     async def submit(self, stream: str, pixels: Array) -> tuple[Array, dict[str, Any]]:
         """Probabilities for the images of a stream, one row each, and what became of them."""
@@ -74,13 +75,13 @@ class Remote:
             del self._replies[number]
 
     async def _send(self, *parts: bytes) -> None:
-        """One message at a time: what waits is not copied into the socket's buffer."""
+        """One message at a time, so that no more than one lies in the buffer of the socket."""
         async with self._sending:
-            with suppress(ConnectionError):  # `_receive` notices
-                for part in parts:
-                    if self._writer:
-                        self._writer.write(part)
-                        await self._writer.drain()
+            if self._writer:
+                for part in parts:  # all of them, even if the request is cancelled meanwhile
+                    self._writer.write(part)
+                with suppress(ConnectionError):  # `_receive` notices
+                    await self._writer.drain()
 
     async def _receive(self, reader: StreamReader) -> None:
         try:

@@ -3,7 +3,8 @@
     python -m benchmarks.imagenet --assets DIR --device cuda --jobs 6
 
 DIR holds the weights, the pictures (tar files) and the `load.py` that the reference figures were
-made with; the rates are those of the reference, and no method has a Fisher penalty. `--nudge 1e-3`
+made with; the rates are those of the reference, and no method has a Fisher penalty. With
+`--rates 0` the methods are taken as they are given, at the rates of the package. `--nudge 1e-3`
 changes the weights as `benchmarks.chance` does.
 """
 
@@ -77,6 +78,16 @@ def methods(rates: tuple[float, ...]) -> tuple[str, ...]:
     )
 
 
+def named(model: str, chosen: list[str] | None, rates: int) -> tuple[str, ...]:
+    """The chosen methods (None: all) at so many of the reference's rates; 0: as they are."""
+    if not rates:
+        return tuple(chosen or ())
+    known = methods(RATES[model][:rates])
+    own = (m for m in known if chosen is None or m.partition(":")[0] in chosen)
+    given = (f"{m}:lr={lr}" for lr in RATES[model][:rates] for m in chosen or () if ":" in m)
+    return *own, *given
+
+
 def main() -> None:
     """Unpack, run what is missing, print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
@@ -100,21 +111,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data, tasks = unpack(args.assets, Path(folder)), []
         for model in args.models:
-            named = [
-                method
-                for method in methods(RATES[model][: args.rates])
-                if args.methods is None or method.partition(":")[0] in args.methods
-            ]
-            named += [
-                f"{method}:lr={rate}"
-                for rate in RATES[model][: args.rates]
-                for method in args.methods or ()
-                if ":" in method
-            ]
             grid = Grid(
                 models=(model,),
                 data=(data,),
-                methods=tuple(named),
+                methods=named(model, args.methods, args.rates),
                 scenarios=tuple(args.scenarios),
                 domains=tuple(args.domains) if args.domains else None,
                 images=args.images,

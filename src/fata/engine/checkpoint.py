@@ -29,7 +29,7 @@ from fata.guard.events import Watched
 from fata.methods import describe, spec_of
 from fata.methods.base import CustomStep
 
-FORMAT = 5
+FORMAT = 6
 MOVING = ("parameter.", "momentum.")
 
 

@@ -24,7 +24,7 @@ the first batch is by the predictions with the source's statistics, which is one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
@@ -37,8 +37,8 @@ from fata.network.norms import BatchStatistics, input_of, override, show_buffers
 
 IMAGES = 640  # n, at most: older ones fade out
 CLASSES = 4.0  # k
-VECTORS = ("shift", "square", "rms")  # A, Q and the mean of s: a number for each channel
-SCALARS = ("spread", "weight")  # the mean of the sum of a^2, and w: one for each layer
+VECTORS = ("shift", "rms", "square")  # A, S and Q: a number for each channel
+SCALARS = ("variance", "images", "weight")  # V, n and w: one for each layer
 
 Memory = dict[str, Tensor]
 
@@ -64,7 +64,7 @@ class StreamStatistics(BatchStatistics):
         sizes = torch.tensor(self._sizes, device=self._mean.device)
         self._owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
         self._rows_now = 0  # of the batch that is observed
-        self._part = self._doubt = self._mean.new_zeros(())  # its part in n, and 1 / (n - 1) + k E
+        self._kept = self._likely = self._mean.new_zeros(0)  # n before it, and what D' may be of V
         self._before: Memory | None = None  # the memory before it; None: no batch is observed
         self._found: dict[BatchNorm, list[Tensor]] = {}  # VECTORS and SCALARS of that one
 
@@ -83,6 +83,7 @@ class StreamStatistics(BatchStatistics):
         """The memory before the first batch, by its logits with the source's statistics."""
         new, layers = self._mean.new_zeros, len(self._known)
         rows = self._ranks.rows(len(logits))
+        same = _same(self._shares(logits, rows), new(()) + rows)
         return {
             "shift": new(len(self._mean)),
             "square": torch.ones_like(self._mean),
@@ -90,7 +91,8 @@ class StreamStatistics(BatchStatistics):
             **{name: new(layers) for name in SCALARS},
             "shares": new(logits.shape[1]),
             "rows": new(()),
-            "imbalance": _imbalance(self._shares(logits, rows), new(()) + rows),
+            "imbalance": _odds(same, logits),
+            "alike": same,
         }
 
     @contextmanager
@@ -98,9 +100,9 @@ class StreamStatistics(BatchStatistics):
         """The first pass inside is over a batch of so many rows; others use its statistics."""
         try:
             self._before, self._rows_now, self._found = memory, self._ranks.rows(rows), {}
-            count = self._kept(memory) + self._rows_now
-            self._part = self._rows_now / count
-            self._doubt = 1 / (count - 1) + CLASSES * memory["imbalance"]
+            self._kept = self._counted(memory["images"])
+            chance = 1 / max(self._rows_now - 1, 1) + 1 / self._kept
+            self._likely = CLASSES * (chance + _odds(memory["alike"], memory["shares"]))
             yield
         finally:
             self._before, self._found = None, {}
@@ -121,9 +123,10 @@ class StreamStatistics(BatchStatistics):
         """The memory with the batch that was passed, while still observing."""
         assert self._before is not None
         before, rows = self._before, self._rows_now
-        kept = self._kept(before)
-        shares = self._shares(logits, rows)
-        shares = torch.lerp(before["shares"], shares, rows / (kept + rows))
+        kept = self._counted(before["rows"])
+        here, part = self._shares(logits, rows), rows / (kept + rows)
+        shares = torch.lerp(before["shares"], here, part)
+        alike = torch.lerp(before["alike"], _same(here, kept.new_zeros(()) + rows), part)
         parts = [
             self._found.get(layer) or self._of(before, place)
             for place, layer in enumerate(self._known)
@@ -133,7 +136,8 @@ class StreamStatistics(BatchStatistics):
             **dict(zip((*VECTORS, *SCALARS), found, strict=True)),
             "shares": shares,
             "rows": kept + rows,
-            "imbalance": _imbalance(shares, kept + rows),
+            "imbalance": _odds(_same(shares, kept + rows), shares),
+            "alike": alike,
         }
 
     def write(self, memory: Memory) -> None:
@@ -173,37 +177,49 @@ class StreamStatistics(BatchStatistics):
         mean, var, deviation = self._mean[here], self._var[here], self._deviation[here]
         if self.active:
             if layer not in self._found:
-                past = self._of(self._before or {}, place)
-                self._found[layer] = self._observe(input_of(args, kwargs), mean, deviation, past)
-            shift, square, _, _, weight = self._found[layer]
+                x = input_of(args, kwargs).detach()
+                self._found[layer] = self._observe(x, mean, deviation, place)
+            shift, _, square, *_, weight = self._found[layer]
             mean, var = blended(mean, var, deviation, shift, square, weight)
         like = layer._buffers["running_mean"]
         dtype = mean.dtype if like is None else like.dtype
         override(layer, mean.to(dtype), var.to(dtype))
 
-    def _observe(
-        self, x: Tensor, mean: Tensor, deviation: Tensor, past: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def _observe(self, x: Tensor, mean: Tensor, deviation: Tensor, place: int) -> list[Tensor]:
         """VECTORS and SCALARS of a layer, with its input of this batch.
 
         Kernels are few, and none writes as much as the input: there are as many layers as in the
         pass itself.
         """
         assert self._before is not None
-        first, second = _moments(x.detach(), mean.dtype)
+        first, second = _moments(x, mean.dtype)
         shift = (first - mean) / deviation
         square = (second - (2 * first - mean) * mean).clamp(min=0) / deviation.square()
-        each = torch.cat((shift, square, square.sqrt()), 1).sum(0)
+        each = torch.cat((shift, square.sqrt(), square), 1).sum(0)
         here = torch.cat((each, shift.square().sum()[None], each.new_full((1,), len(x))))
         there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
-        old, new = torch.cat(list(past[:-1])), there[:-1] / there[-1]
-        found = torch.where(there.isfinite().all(), torch.lerp(old, new, self._part), old)
-        shift, square, rms, spread = torch.split(found, [len(mean)] * 3 + [1])
-        moved = shift.square().sum()
-        distance = moved + (square.sqrt() - 1).square().sum()
-        variance = (spread - moved + (square - rms.square()).sum()).clamp(min=0)
-        weight = (1 - self._doubt * variance / distance).clamp(0, 1)
-        return [shift, square, rms, spread, weight.nan_to_num(0)]  # one image proves nothing
+        finite, means = there.isfinite().all(), there[:-1] / there[-1]
+
+        *vectors, before, _, _ = self._of(self._before, place)
+        old = torch.cat(vectors)
+        new = torch.where(finite, means[:-1], old)
+        shift, rms, square = new.view(len(VECTORS), -1)
+        within = means[-1:] + (square - shift.square() - rms.square()).sum()
+        within = torch.where(finite, within.clamp(min=0), before)
+        moved = (new - old)[: -len(mean)].square().sum()  # D'
+
+        rows, kept = self._rows_now, self._kept[place : place + 1]
+        likely = self._likely[place] * torch.lerp(before, within, rows / (kept + rows))
+        images = kept * (likely / moved).nan_to_num(1).clamp(max=1) + rows
+        part = rows / images
+        found = torch.lerp(old, new, part)
+        variance = torch.lerp(before, within, part) + part * (1 - part) * moved
+
+        shift, rms, square = found.view(len(VECTORS), -1)
+        distance = shift.square().sum() + (square.sqrt() - 1).square().sum()
+        doubt = 1 / (images - 1) + CLASSES * self._before["imbalance"]
+        weight = (1 - doubt * variance / distance).clamp(0, 1)
+        return [shift, rms, square, variance, images, weight.nan_to_num(0)]
 
     def _shares(self, logits: Tensor, rows: int) -> Tensor:
         """Shares of the predicted classes."""
@@ -211,9 +227,9 @@ class StreamStatistics(BatchStatistics):
         predicted = (logits.argmax(1)[:, None] == classes).sum(0).to(self._mean.dtype)
         return self._ranks.sum(predicted * self._ranks.real) / rows
 
-    def _kept(self, memory: Memory) -> Tensor:
+    def _counted(self, images: Tensor) -> Tensor:
         """How many images of the past count, with those of this batch."""
-        return memory["rows"].clamp(max=max(IMAGES - self._rows_now, 0))
+        return images.clamp(max=max(IMAGES - self._rows_now, 0))
 
     def _of(self, memory: Memory, place: int) -> list[Tensor]:
         """A layer's part of a memory."""
@@ -250,7 +266,11 @@ def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return x.mean(pixels, dtype=dtype), length.square() / x[0, 0].numel()
 
 
-def _imbalance(shares: Tensor, rows: Tensor) -> Tensor:
-    """E, by the shares of the predicted classes of some images."""
-    same = (rows * shares.square().sum() - 1) / (rows - 1).clamp(min=1)
-    return (same - 1 / len(shares)).clamp(min=0) / (1 - same).clamp(min=1e-3)
+def _same(shares: Tensor, rows: Tensor) -> Tensor:
+    """P, by the shares of the predicted classes of some images."""
+    return (rows * shares.square().sum() - 1) / (rows - 1).clamp(min=1)
+
+
+def _odds(same: Tensor, classes: Tensor) -> Tensor:
+    """E."""
+    return (same - 1 / classes.shape[-1]).clamp(min=0) / (1 - same).clamp(min=1e-3)

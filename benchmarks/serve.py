@@ -3,13 +3,15 @@
 A real server process and real HTTP clients in a process of their own. For each number of streams:
 images a second of both, measured in turns in one run, and the clients' latency. With `--minutes`
 the server's memory over that time, under load (`--rate`: so many requests a second). With `--many`
-so many streams on one server, each with a few images: memory, states, seconds. The record is
+so many streams on one server, each with a few images: memory, states, seconds. With `--uploads`
+the most memory that the HTTP process has, while so many clients send 31 MiB at once. The record is
 written to `benchmarks/runs/serve.json`; parts that were not measured stay as they are there.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import multiprocessing
 import os
@@ -21,8 +23,10 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -30,10 +34,11 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 import fata
-from fata.serve.client import Client
+from fata.serve.client import Client, _body
 from fata.zoo.loaded import Loaded
 
 RECORD = Path(__file__).parent / "runs" / "serve.json"
@@ -150,6 +155,12 @@ def resident(pid: int) -> float:
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
 
+def peak(pid: int) -> float:
+    """The most memory that a process has had, in MiB."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+
+
 def throughput(given: argparse.Namespace, folder: str) -> list[dict[str, float]]:
     """A line a number of streams."""
     loaded = fata.zoo.load(given.model)
@@ -259,6 +270,51 @@ def many(given: argparse.Namespace, folder: str) -> dict[str, Any]:
     }
 
 
+def front_of(pid: int) -> int:
+    """The HTTP process of a server."""
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def upload(url: str, number: int, kind: str, body: bytes, found: list[float]) -> None:
+    """Send a body; notes the status of the answer."""
+    one = HTTPConnection(url.rpartition("/")[2], timeout=600)
+    try:
+        path = f"/v1/streams/camera-{number}/predict"
+        one.request("POST", path, body, {"Content-Type": kind})
+        found.append(one.getresponse().status)
+    except OSError:  # it was answered before it was sent
+        found.append(0)
+    finally:
+        one.close()
+
+
+def uploads(given: argparse.Namespace, folder: str) -> list[dict[str, Any]]:
+    """MiB of the HTTP process, at rest and at most, while so many send 31 MiB at once."""
+    pixels = torch.zeros((31 << 20) // (12 * given.size**2), 3, given.size, given.size)
+    file = io.BytesIO()
+    Image.new("RGB", (given.size, given.size)).save(file, "JPEG")
+    files = [file.getvalue().ljust((31 << 20) // 4, b"\0")] * 4
+    options = ("--method", "source", "--max-images", "100000", "--device", given.device)
+    found = []
+    for name, images in (("tensor", pixels.numpy()), ("form", files)):
+        kind, body = _body(images)
+        with server(given.model, f"{folder}/{name}", *options, method="source") as started:
+            front, status = front_of(started.pid), list[float]()
+            before = peak(front)
+            clients = [
+                threading.Thread(target=upload, args=(started.url, n, kind, body, status))  # type: ignore[attr-defined]
+                for n in range(given.uploads)
+            ]
+            for client in clients:
+                client.start()
+            for client in clients:
+                client.join()
+            line = {"body": name, "before": before, "most": peak(front), "after": resident(front)}
+        found.append({**line, "status": dict(Counter(status))})
+        print(found[-1], flush=True)
+    return found
+
+
 def main() -> None:
     """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -275,6 +331,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0, help="requests a second; 0: all they can")
     parser.add_argument("--many", type=int, default=0, help="streams that each send a few images")
     parser.add_argument("--in-memory", type=int, default=1000, help="of those streams, at most")
+    parser.add_argument("--uploads", type=int, default=0, help="clients that send 31 MiB at once")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--record", type=Path, default=RECORD)
     given = parser.parse_args()
@@ -293,6 +350,8 @@ def main() -> None:
             record["memory"] = {**about, "readings": memory(given, folder)}
         if given.many:
             record["many"] = {**about, **many(given, folder)}
+        if given.uploads:
+            record["uploads"] = {**about, "readings": uploads(given, folder)}
     given.record.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -467,3 +467,17 @@ def test_a_guard_is_told_apart_by_its_state_of_another_version(tmp_path):
     state["meta"]["format"] = 4
     with pytest.raises(fata.StateError, match="reads 5"):
         adapter.load_state_dict(state)
+
+
+def test_the_batchs_statistics_are_judged_at_first_in_doubt_and_at_times(monkeypatch):
+    """Every batch is checked, but they need a forward pass of their own."""
+    guard = fata.Guard(every=2, part=0.0, rows=96)
+    adapter = fata.adapt(build("resnet_bn"), "tent", guard=guard, lr=0.01)
+    model, odds, judged = adapter._live().source_model, adapter.guard._odds, []
+    beside = model.beside
+    monkeypatch.setattr(model, "beside", lambda *given: judged.append(number) or beside(*given))
+    monkeypatch.setattr(adapter.guard, "_odds", lambda *given: (odds(*given), found)[1])
+    for number, images in enumerate(batches(20, rows=32), 1):
+        found = (guard.limit / 2, -1.0) if number == 13 else (-5.0, -1.0)
+        adapter(images)
+    assert judged == [1, 2, 3, 4, 8, 12, 14, 16, 20]  # three have 96 images; harm was seen at 13

@@ -477,6 +477,23 @@ def test_a_poisoned_stream_harms_no_other():
     assert found == expected(batches)
 
 
+def test_what_was_dropped_is_not_predicted_and_the_rest_is_not_held_up():
+    rows = pixels(8)
+    with client(gathering=Gathering(batch=4, wait=0.5, deadline=600.0)) as one:
+        submit, drop = one.service.submit, one.service.drop
+        first, alone = submit("camera-7", rows[:3]), submit("door", rows[:1])
+        time.sleep(0.1)
+        second = submit("camera-7", rows[4:5])
+        drop("camera-7", first)
+        drop("door", alone)
+        assert "fata_queue_images 1.0" in one.get("/metrics").text
+        found = second.result(60)
+        assert one.get("/v1/streams/door").json()["counts"]["seen"] == 0
+        assert one.get(STREAM).json()["counts"]["seen"] == 1
+        drop("camera-7", second)  # too late, which is no error
+    assert torch.equal(found.logits, adapter()(rows[4:5]))
+
+
 def test_another_server_that_holds_a_stream_is_waited_for(tmp_path):
     other = fata.Fleet(adapter(), tmp_path)
     batches = list(pixels(8).split(4))

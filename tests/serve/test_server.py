@@ -2,6 +2,7 @@
 
 import json
 import os
+import select
 import signal
 import socket
 import threading
@@ -191,6 +192,71 @@ def test_connections_that_never_finish_and_half_bodies_change_nothing(tmp_path):
             one.close()
         client.close()
     assert [p.labels for p in found] == expected(batches)
+
+
+def upload(url, size, kind="application/x-npy"):
+    """A connection on which the headers of a request were sent; it may not send its body yet."""
+    one = socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), 60)
+    one.sendall(
+        b"POST /v1/streams/camera-7/predict HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+        b"Content-Type: %s\r\nContent-Length: %d\r\n\r\n" % (kind.encode(), size)
+    )
+    return one
+
+
+def may_send(one, seconds):
+    if not select.select([one], [], [], seconds)[0]:
+        return False
+    return b" 100 " in one.recv(4096)
+
+
+@pytest.mark.parametrize("kind", ["application/x-npy", "multipart/form-data; boundary=x"])
+def test_four_of_the_largest_requests_are_in_memory_and_small_ones_pass(tmp_path, kind):
+    large = 1 << 20
+    with process(tmp_path, *FAST, "--max-mebibytes", "1") as started:
+        first = [upload(started.url, large, kind) for _ in range(4)]
+        assert all(may_send(one, 60) for one in first)
+        waiting = [upload(started.url, large, kind) for _ in range(2)]
+        with Client(started.url) as client:
+            assert len(client.predict("door", pixels(4)).labels) == 4
+        assert not any(may_send(one, 0.5) for one in waiting)
+        first[0].sendall(bytes(large))  # no images: it is answered with an error
+        assert b" 422 " in first[0].recv(4096)
+        assert may_send(waiting[0], 60)
+        assert not may_send(waiting[1], 0.5)
+        waiting[0].close()
+        assert may_send(waiting[1], 60)
+        for one in (*first, *waiting):
+            one.close()
+
+
+def test_images_of_a_client_that_is_gone_are_not_learned_from(tmp_path):
+    rows, body = pixels(4), npy(pixels(3, 1))
+    options = ("--wait-ms", "600000", "--batch", "4", "--deadline-ms", "900000")
+
+    def wait_for(waiting):
+        until = time.monotonic() + 60
+        while f"fata_queue_images {waiting}" not in client._request("GET", "/metrics").decode():
+            assert time.monotonic() < until, "they still wait"
+            time.sleep(0.05)
+
+    with process(tmp_path, *options) as started:
+        with Client(started.url) as client:
+            gone = upload(started.url, len(body))
+            assert may_send(gone, 60)
+            gone.sendall(body)
+            wait_for("3.0")
+            gone.close()
+            wait_for("0.0")
+            found = client.predict("camera-7", rows)
+            assert client.stream("camera-7")["counts"]["seen"] == 4
+            text = client._request("GET", "/metrics").decode()
+        started.send_signal(signal.SIGTERM)
+        log = started.stdout.read()
+        assert started.wait(60) == 0, log
+    assert found.labels == expected([rows])[0]
+    assert 'fata_requests_total{status="499"} 1.0' in text
+    assert all(json.loads(line)["level"] == "info" for line in log.splitlines())
 
 
 def test_a_connection_in_use_outlasts_the_time_for_a_request(tmp_path):

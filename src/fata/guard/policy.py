@@ -21,6 +21,7 @@ from fata.methods.base import in_range
 log = logging.getLogger("fata.guard")
 
 FEW = 32  # images; smaller batches are compared more often, and their statistics not trusted
+TURN = 2  # times `every`: batches in which the batch's statistics are judged once, without doubt
 ONE_BATCH = 0.5  # most log odds of a gain by one batch: its images are not independent
 FAILED = "%d failures: nothing is learned until reset(); adapter.guard.events says when"
 LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 650 KiB
@@ -125,19 +126,18 @@ class Watch:
 
     def see(self, images: Tensor, logits: Tensor) -> Tensor:
         """After a batch was learned from: check, if it is time to. Returns what is predicted."""
-        engine, watched = self._engine, self._watched
-        rows = engine.group.rows(len(images))
-        if watched.phase is Phase.REST:
-            return logits  # the engine predicted with the source weights
-        watched.since += 1
-        if not watched.source_predicts and not self._due(rows):
-            return logits
+        engine, watched, rows = self._engine, self._watched, self._engine.group.rows(len(images))
+        watched.since += not self.resting
+        if self.resting or not (watched.source_predicts or self._due(rows)):
+            return logits  # at rest the engine predicted with the source weights
+        turn, latest = TURN * self.guard.every, engine.state.guard.get("latest", ())
+        judged = len(latest) < self.guard.rows or watched.since // turn > watched.last // turn
+        judged = judged or watched.source_predicts or watched.harm > 0
         watched.last = watched.since
         source = engine.source_model.predict(images, engine.state)
-        beside = engine.source_model.beside(images, engine.state)
+        beside = engine.source_model.beside(images, engine.state) if judged else None
         harm, gain = self._odds(source, logits, beside)
-        if watched.since == 1 and beside is not None and rows < FEW:
-            harm += CERTAIN
+        harm += CERTAIN * (watched.since == 1 and beside is not None and rows < FEW)
         watched.harm = max(0.0, watched.harm + harm)
         watched.gain = max(0.0, watched.gain + min(ONE_BATCH, gain))
         watched.aside += rows if watched.source_predicts else 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from importlib.resources import files
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 from fastapi import Depends, FastAPI, Query, Request
@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException
+from starlette.requests import ClientDisconnect
 
 import fata
 from fata.serve import schemas
@@ -58,6 +59,7 @@ STATE = {
         "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
     }
 }
+T = TypeVar("T")
 ANYBODY: dict[str, Any] = {"security": []}  # needs no token
 SETTINGS = ", ".join(schemas.StreamChange.model_fields)
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -115,6 +117,10 @@ def _handle_errors(app: FastAPI) -> None:
     @app.exception_handler(ServiceError)
     async def _(_: Request, error: ServiceError) -> Response:
         return failure(error)
+
+    @app.exception_handler(ClientDisconnect)
+    async def _(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # for the metrics
 
     @app.exception_handler(Exception)
     async def _(_: Request, __: Exception) -> Response:  # logged where it is raised again
@@ -207,8 +213,9 @@ def _add_predictions(
         access.check(authorization, stream)
         start = time.monotonic()
         check_name(stream)
-        pixels = await _pixels(request, service.setup)
-        probabilities, outcome = await service.submit(stream, pixels)
+        sent = request.state.held.release
+        prediction = service.submit(stream, await _pixels(request, service.setup), sent)
+        probabilities, outcome = await _while_connected(request, prediction)
         metrics.seconds.observe(time.monotonic() - start)
         predictions = _predictions(probabilities, top, service.setup.labels)
         return JSONResponse({"stream": stream, "predictions": predictions, **outcome})
@@ -317,7 +324,7 @@ async def _pixels(request: Request, setup: Setup) -> Array:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     given = setup.view, setup.limits
     if kind in TENSORS:
-        return decode_tensor(kind, await request.body(), *given)
+        return decode_tensor(kind, await _body(request), *given)
     if kind == "multipart/form-data":
         async with request.form(
             max_files=setup.limits.images + 1,
@@ -328,12 +335,33 @@ async def _pixels(request: Request, setup: Setup) -> Array:
         if not bodies:
             raise ServiceError(422, "no image: name the part 'image'.")
     elif kind.startswith("image/"):
-        bodies = [await request.body()]
+        bodies = [bytes(await _body(request))]
     else:
         raise ServiceError(
             415, "give a form with parts 'image', one JPEG, PNG or WebP, a .npy or safetensors."
         )
     return await asyncio.to_thread(decode_files, bodies, *given)
+
+
+async def _body(request: Request) -> bytearray:
+    """The body, which the request does not keep."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+    return body
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of some work, which is cancelled when the client goes away."""
+    working, gone = asyncio.create_task(work), asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        gone.cancel()
 
 
 async def _file(part: UploadFile | str) -> bytes:

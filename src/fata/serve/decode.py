@@ -23,6 +23,7 @@ from fata.serve.limits import Limits
 Array = NDArray[Any]
 
 FORMATS = ("JPEG", "PNG", "WEBP")
+HEADER = 4096  # most bytes of the header of a .npy file
 TENSORS = ("application/x-npy", "application/x-safetensors")
 
 
@@ -33,7 +34,7 @@ def decode_files(files: Sequence[bytes], view: View, limits: Limits) -> Array:
     return np.stack(decoded).transpose(0, 3, 1, 2)
 
 
-def decode_tensor(kind: str, body: bytes, view: View, limits: Limits) -> Array:
+def decode_tensor(kind: str, body: bytearray, view: View, limits: Limits) -> Array:
     """Pixels that were sent as a tensor."""
     tensor = _npy(body) if kind == "application/x-npy" else _safetensors(body)
     size = view.size
@@ -46,7 +47,7 @@ def decode_tensor(kind: str, body: bytes, view: View, limits: Limits) -> Array:
         return tensor
     if tensor.dtype != np.float32:
         raise ServiceError(422, f"a tensor of {tensor.dtype}: give uint8, or float32 in [0, 1].")
-    if not bool(((tensor >= 0) & (tensor <= 1)).all()):
+    if not (tensor.min() >= 0 and tensor.max() <= 1):  # nor NaN
         raise ServiceError(422, "pixels of float32 must be in [0, 1], before mean and std.")
     return tensor
 
@@ -79,13 +80,13 @@ def _decoded(file: bytes, number: int, view: View, limits: Limits) -> Array:
         ) from error
 
 
-def _npy(body: bytes) -> Array:
+def _npy(body: bytearray) -> Array:
     """A view of the body: nothing is allocated by what the header says."""
-    file, read = io.BytesIO(body), np.lib.format
+    file, read = io.BytesIO(body[: HEADER + 12]), np.lib.format
     try:
         version = read.read_magic(file)
         header = {(1, 0): read.read_array_header_1_0, (2, 0): read.read_array_header_2_0}[version]
-        shape, by_column, dtype = header(file, max_header_size=4096)
+        shape, by_column, dtype = header(file, max_header_size=HEADER)
         if dtype.hasobject or by_column:
             raise ValueError
         return np.frombuffer(body, dtype, offset=file.tell()).reshape(shape)
@@ -93,9 +94,9 @@ def _npy(body: bytes) -> Array:
         raise ServiceError(422, "the body is no .npy file of numbers, row by row.") from error
 
 
-def _safetensors(body: bytes) -> Array:
+def _safetensors(body: bytearray) -> Array:
     try:
-        tensors = load_safetensors(body)
+        tensors = load_safetensors(bytes(body))
     except (SafetensorError, ValueError, KeyError) as error:
         raise ServiceError(422, "the body is no safetensors file.") from error
     if list(tensors) != ["images"]:

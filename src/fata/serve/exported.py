@@ -39,6 +39,7 @@ class Exported:
     def __init__(self, service: Service, tokens: Sequence[Token], link: socket.socket) -> None:
         self._service, self._link = service, link
         self._sending = threading.Lock()
+        self._queued: dict[int, tuple[str, Future[Outcome]]] = {}  # by the number of the call
         self._quick = ThreadPoolExecutor(THREADS, "fata quick call")
         self._slow = ThreadPoolExecutor(THREADS, "fata call")
         loaded = service.loaded
@@ -63,6 +64,9 @@ class Exported:
                 name = message["call"]
                 if name == "submit":
                     self._submit(message, data)
+                elif name == "drop":  # there may be a reply on its way
+                    if queued := self._queued.pop(message["id"], None):
+                        self._service.drop(*queued)
                 elif name in QUICK:
                     self._quick.submit(self._run, message, data)
                 elif name in SLOW:
@@ -86,9 +90,11 @@ class Exported:
         except Exception as error:
             self._fail(message, error)
         else:
+            self._queued[message["id"]] = stream, future
             future.add_done_callback(partial(self._submitted, message))
 
     def _submitted(self, message: Message, future: Future[Outcome]) -> None:
+        self._queued.pop(message["id"], None)
         try:
             outcome = future.result()
             probabilities = outcome.logits.softmax(1).nan_to_num(0).numpy()

@@ -1,4 +1,4 @@
-"""What surrounds every request: sizes, time-outs, origins, errors, and the count of them."""
+"""What surrounds every request: sizes, room, time-outs, origins, errors, and the count of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from fata.serve.errors import ServiceError
 from fata.serve.limits import Limits
 from fata.serve.metrics import RequestMetrics
+from fata.serve.room import Held, Rooms
 
 log = logging.getLogger("fata.serve")
 
@@ -43,6 +43,9 @@ def failure(error: ServiceError) -> Response:
 class Guarded:
     """An application whose requests are limited in size and time.
 
+    A request finds its room in memory as `state.held` of its scope. Whatever it has not released
+    is free again at its end.
+
     Args:
         app: the application.
         limits: what a client may ask for.
@@ -51,6 +54,7 @@ class Guarded:
 
     def __init__(self, app: Application, limits: Limits, metrics: RequestMetrics) -> None:
         self._app, self._limits, self._metrics = app, limits, metrics
+        self._rooms = Rooms(limits.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request."""
@@ -58,6 +62,7 @@ class Guarded:
             await self._app(scope, receive, send)
             return
         status: list[int] = []
+        held: Held | None = None
 
         async def sent(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
@@ -67,16 +72,17 @@ class Guarded:
             await send(message)
 
         try:
-            self._check(Headers(scope=scope))
-            await self._app(scope, self._limited(receive), sent)
+            held = self._rooms.held(self._size(Headers(scope=scope)))
+            scope.setdefault("state", {})["held"] = held
+            await self._app(scope, self._limited(receive, held), sent)
         except ServiceError as error:
             await self._fail(error, scope, receive, send, status)
-        except ClientDisconnect:
-            status.append(499)
         except Exception:
             log.exception("a request failed", extra={"path": scope["path"]})
             await self._fail(ServiceError(500, "internal error."), scope, receive, send, status)
         finally:
+            if held:
+                held.release()
             self._metrics.requests.labels(str(status[0]) if status else "499").inc()
 
     async def _fail(
@@ -86,26 +92,35 @@ class Guarded:
             status.append(error.status)
             await failure(error)(scope, receive, send)
 
-    def _check(self, headers: Headers) -> None:
-        length = headers.get("content-length", "0")
+    def _size(self, headers: Headers) -> int:
+        """Bytes of the body, at most."""
+        most = str(self._limits.body) if "transfer-encoding" in headers else "0"
+        length = headers.get("content-length", most)
         if not length.isdecimal() or int(length) > self._limits.body:
             raise self._too_large()
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != headers.get("host"):
             raise ServiceError(403, "requests of other sites' pages are not supported.")
+        return int(length)
 
     def _too_large(self) -> ServiceError:
         return ServiceError(413, f"a request may have at most {self._limits.body:,} bytes.")
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Parts of the body, as long as they are not too many and not too slow."""
+    def _limited(self, receive: Receive, held: Held) -> Receive:
+        """Parts of the body once it has room, as long as they are not too many and not too slow."""
         loop = asyncio.get_running_loop()
-        until, size, whole = loop.time() + self._limits.seconds, 0, False
+        until, size, begun, whole = loop.time() + self._limits.seconds, 0, False, False
 
         async def limited() -> MutableMapping[str, Any]:
-            nonlocal size, whole
+            nonlocal size, begun, whole
             if whole:  # what follows is the client going away, whenever that is
                 return await receive()
+            if not begun:
+                try:
+                    await asyncio.wait_for(held.take(), until - loop.time())
+                except TimeoutError:
+                    raise ServiceError(503, "too many large requests at a time.", 1) from None
+                begun = True
             try:
                 message = await asyncio.wait_for(receive(), until - loop.time())
             except TimeoutError:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from asyncio import Future, IncompleteReadError, StreamReader, StreamWriter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from typing import Any
@@ -15,11 +15,13 @@ import numpy as np
 
 from fata.serve.decode import Array
 from fata.serve.errors import ServiceError
-from fata.serve.messages import Setup, head, read
+from fata.serve.messages import Message, Setup, head, read
 
 log = logging.getLogger("fata.serve")
 
 Reply = tuple[Any, bytes]  # the result, and bytes behind it
+
+PIECE = 1 << 20  # bytes of a message that are handed to the transport at a time, which copies them
 
 
 class Remote:
@@ -36,6 +38,7 @@ class Remote:
         self._writer: StreamWriter | None = None
         self._replies: dict[int, Future[Reply]] = {}
         self._numbers, self._sending = count(), asyncio.Lock()
+        self._tasks = set[asyncio.Task[None]]()
 
     @asynccontextmanager
     async def connected(self) -> AsyncIterator[None]:
@@ -50,38 +53,67 @@ class Remote:
             receiving.cancel()
             writer.close()
 
-    async def submit(self, stream: str, pixels: Array) -> tuple[Array, dict[str, Any]]:
-        """Probabilities for the images of a stream, one row each, and what became of them."""
+    def submit(
+        self, stream: str, pixels: Array, sent: Callable[[], None]
+    ) -> Coroutine[Any, Any, tuple[Array, dict[str, Any]]]:
+        """Probabilities for the images of a stream, one row each, and what became of them.
+
+        `sent` is called once the pixels are not needed here. If the coroutine is cancelled, images
+        whose turn has not come are not predicted.
+        """
         given = stream, pixels.dtype.name, pixels.shape
-        (shape, outcome), found = await self._exchange("submit", given, {}, pixels.tobytes())
-        return np.frombuffer(found, np.float32).reshape(shape), outcome
+        data = np.ascontiguousarray(pixels).data.cast("B")
+        # Not awaited here: this frame would keep the pixels.
+        return _probabilities(self._exchange("submit", given, {}, data, sent))
 
     async def call(self, name: str, *given: Any, data: bytes = b"", **named: Any) -> Any:
         """The result of a method of the service; raises `ServiceError` where it does."""
         result, content = await self._exchange(name, given, named, data)
         return content or result
 
-    async def _exchange(self, name: str, given: Any, named: dict[str, Any], data: bytes) -> Reply:
+    async def _exchange(
+        self,
+        name: str,
+        given: Any,
+        named: dict[str, Any],
+        data: bytes | memoryview,
+        sent: Callable[[], None] | None = None,
+    ) -> Reply:
         if self._writer is None:
             raise ServiceError(503, "the service is not ready.", 1)
         number = next(self._numbers)
         reply: Future[Reply] = asyncio.get_running_loop().create_future()
         self._replies[number] = reply
+        message = {"id": number, "call": name, "given": given, "named": named}
         try:
-            message = {"id": number, "call": name, "given": given, "named": named}
-            await self._send(head(message, len(data)), data)
+            await asyncio.shield(self._sent(message, data))
+            del data
+            if sent:
+                sent()
             return await reply
+        except asyncio.CancelledError:
+            if name == "submit":
+                self._sent({"id": number, "call": "drop"})
+            raise
         finally:
             del self._replies[number]
 
-    async def _send(self, *parts: bytes) -> None:
-        """One message at a time, so that no more than one lies in the buffer of the socket."""
+    def _sent(self, message: Message, data: bytes | memoryview = b"") -> asyncio.Task[None]:
+        """A task that sends a message, all of it, even if what it is for is cancelled."""
+        task = asyncio.create_task(self._send(message, data))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _send(self, message: Message, data: bytes | memoryview) -> None:
+        """One message at a time, a piece at a time: no more lies in the buffer of the socket."""
         async with self._sending:
-            if self._writer:
-                for part in parts:  # all of them, even if the request is cancelled meanwhile
-                    self._writer.write(part)
-                with suppress(ConnectionError):  # `_receive` notices
-                    await self._writer.drain()
+            parts = [data[start : start + PIECE] for start in range(0, len(data), PIECE)]
+            for part in (head(message, len(data)), *parts):
+                if self._writer:
+                    with suppress(ConnectionError):  # `_receive` notices
+                        self._writer.write(part)
+                        await self._writer.drain()
 
     async def _receive(self, reader: StreamReader) -> None:
         try:
@@ -104,3 +136,8 @@ class Remote:
                 reply.set_exception(ServiceError(503, "the service has stopped.", 1))
         if self._lost:
             self._lost()
+
+
+async def _probabilities(reply: Awaitable[Reply]) -> tuple[Array, dict[str, Any]]:
+    (shape, outcome), found = await reply
+    return np.frombuffer(found, np.float32).reshape(shape), outcome

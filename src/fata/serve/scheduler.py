@@ -73,7 +73,7 @@ class Outcome:
         }
 
 
-@dataclass
+@dataclass(eq=False)
 class _Request:
     images: Tensor
     outcome: Future[Outcome] = field(default_factory=Future)
@@ -109,7 +109,7 @@ class Scheduler:
         self._due: list[tuple[float, int, str]] = []  # a heap: when, in what order, which stream
         self._order = count()
         self._changed, self._closing, self.waiting = threading.Condition(), False, 0
-        self._stop = threading.Event()
+        self._stop, self._unclaimed = threading.Event(), deque[str]()
         self._threads = [
             threading.Thread(target=run, name=f"fata {run.__name__.strip('_')}", daemon=True)
             for run in (self._learn, self._hand_over)
@@ -120,7 +120,7 @@ class Scheduler:
     def submit(self, stream: str, images: Tensor) -> Future[Outcome]:
         """Queue the images of a request; raises `ServiceError` if too many wait already."""
         request = _Request(images)
-        request.outcome.set_running_or_notify_cancel()  # a client that is gone cancels nothing
+        request.outcome.set_running_or_notify_cancel()  # it ends here, or by `drop`
         with self._changed:
             if self._closing:
                 raise ServiceError(503, "the service is shutting down.", 5)
@@ -133,6 +133,20 @@ class Scheduler:
                 self._plan(stream)
                 self._changed.notify()
         return request.outcome
+
+    def drop(self, stream: str, outcome: Future[Outcome]) -> None:
+        """Forget a request, unless its turn has come; its outcome is never known."""
+        with self._changed:
+            queue = self._queues.get(stream, ())
+            for request in [one for one in queue if one.outcome is outcome]:
+                self._queues[stream].remove(request)
+                self.waiting -= len(request.images)
+                if self._queues[stream]:
+                    self._plan(stream)
+                else:
+                    del self._queues[stream]
+                    self._unclaimed.append(stream)
+                self._changed.notify()
 
     def close(self) -> None:
         """Take no more requests, and run those that wait."""
@@ -326,6 +340,8 @@ class Scheduler:
     def _hand_over(self) -> None:
         while not self._stop.wait(HAND_OVER):
             try:
+                while self._unclaimed:  # not where it is dropped: the fleet may be at work
+                    self._fleet.unclaim(self._unclaimed.popleft())
                 for name in self._fleet.hand_over():
                     log.info("handed over", extra={"stream": name})
             except Exception:

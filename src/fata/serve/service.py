@@ -82,6 +82,10 @@ class Service:
         self._rate.check(name)
         return self._scheduler.submit(name, pixels)
 
+    def drop(self, name: str, outcome: Future[Outcome]) -> None:
+        """Forget images that were submitted, unless their turn has come: their client is gone."""
+        self._scheduler.drop(name, outcome)
+
     def check(self, name: str) -> None:
         """Raise `ServiceError` for what is no name, and for one stream too many."""
         check_name(name)

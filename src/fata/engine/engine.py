@@ -342,7 +342,7 @@ class Engine:
         host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
         state.count(host=host, plus=plus)
         share = (torch.tensor(float(either)) / rows).item()
-        state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
+        state.share = share if state.share == 1 else 0.9 * state.share + 0.1 * share
         return chosen, bool(host), bool(plus), self.coupled or fine == rows
 
     def _recover(self) -> bool:
@@ -351,7 +351,8 @@ class Engine:
         if not self.method.recover(state.host):
             return False
         state.count(recovered=1)
-        state.theta, state.velocity, state.host = self.source, torch.zeros_like(self.source), {}
+        state.theta, state.velocity = self.source, torch.zeros_like(self.source)
+        state.host, state.share = {}, 1.0
         return True
 
     def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:

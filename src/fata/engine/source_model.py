@@ -86,7 +86,7 @@ class SourceModel:
         """Give the adapted model the source weights, and no momentum or memory."""
         source = self._functions.source
         state.theta, state.velocity = source, torch.zeros_like(source)
-        state.host, state.plus = {}, {}
+        state.host, state.plus, state.share = {}, {}, 1.0
         self._functions.theta.write(source)
 
     def leave_statistics(self, state: State) -> None:

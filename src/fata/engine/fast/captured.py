@@ -197,7 +197,7 @@ class CapturedFunction:
         waits = Waits(given[0].device) if given[0].is_cuda and self.kind.waits is None else None
         if given[0].is_cuda and not waits and calls == 2:
             self._capture(given)
-        self._calls = 1 if waits else calls  # where that was interrupted, the next call does it again
+        self._calls = 1 if waits else calls  # where that was interrupted, it is done again
         if self._graph is None:  # what it gives may be of what it was given
             with waits or nullcontext():
                 outputs = self._through([t.clone() if t in self.static else t for t in given])

@@ -519,6 +519,17 @@ def test_what_does_not_wait_is(device):
     assert not y.any()
 
 
+def test_what_passes_the_network_alone_is_known_by_what_does_more():
+    adapter = fata.adapt(build("resnet_gn"), "tent", speed="fast")
+    execution = adapter._engine.execution
+    assert execution._kind("refer") is execution._kinds["refer"]
+    execution._kinds["see"].waits = ["nonzero"]  # the method may, rather than the network
+    assert execution._kind("predict") is execution._kinds["predict"]
+    execution._kinds["descend"].waits = []
+    assert execution._kind("predict") is execution._kind("refer") is execution._kinds["descend"]
+    assert execution._kind("see") is execution._kinds["see"]
+
+
 class OnGpu(torch.Tensor):
     """Says that it is on a GPU."""
 
@@ -541,8 +552,8 @@ def test_the_first_function_of_a_kind_is_watched_once(monkeypatch):
     kinds = captured.Kind(), captured.Kind()
     for kind, function, sizes in ((kinds[0], torch.sum, (2, 3)), (kinds[1], torch.nonzero, (4,))):
         for size in sizes:
-            arguments = (None,), None, captured.MemoryPools(), "", False, kind
-            one = captured.CapturedFunction(lambda x, f=function: [f(x)], *arguments)
+            arguments = (None,), None, captured.MemoryPools(), "", False
+            one = captured.CapturedFunction(lambda x, f=function: [f(x)], *arguments, kind=kind)
             for _ in range(3):
                 one([torch.ones(size).as_subclass(OnGpu)])
     assert len(watched) == 2

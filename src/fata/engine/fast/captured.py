@@ -167,9 +167,9 @@ class CapturedFunction:
         pools: memory to capture in.
         name: what a message calls it.
         large: whether the network is, whose convolutions then run channels-last.
+        static: tensors that are read where they are; all others are copied.
         kind: of the function; its first call is watched.
         held: what the function reads beside its arguments.
-        static: tensors that are read where they are; all others are copied.
     """
 
     function: Callable[..., Any]
@@ -178,9 +178,9 @@ class CapturedFunction:
     pools: MemoryPools
     name: str
     large: bool
+    static: StaticInputs = field(default_factory=StaticInputs)
     kind: Kind = field(default_factory=Kind)
     held: Callable[[], list[Tensor]] = list
-    static: StaticInputs = field(default_factory=StaticInputs)
     _flat: Flat | None = None  # compiled
     _tried: bool = False  # to compile it
     _calls: int = 0

@@ -50,6 +50,7 @@ from fata.network.norms import norm_layers
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # captures that are kept, where batches are of many sizes
+ALONE = {"predict", "observe", "refer", "recall"}  # functions that pass the network and no more
 PARTS = 5  # of a batch, that there are captures for: the first calls of each are slow
 
 
@@ -299,11 +300,17 @@ class Fast(Direct):
             self._pools,
             f"{name}, {rows} rows",
             self._large,
-            self._kinds[name],
-            partial(held, self.network.model),
             self._inputs,
+            self._kind(name),
+            partial(held, self.network.model),
         )
         return Cached(captured)
+
+    def _kind(self, name: str) -> Kind:
+        """Of a function; what passes the network alone waits as little as what does more."""
+        own = self._kinds[name]
+        more = (kind for kind in self._kinds.values() if kind.waits is not None and not kind.waits)
+        return next(more, own) if name in ALONE else own
 
     # -- bfloat16 -----------------------------------------------------------------------------
 

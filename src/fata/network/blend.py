@@ -24,23 +24,41 @@ the first batch is by the predictions with the source's statistics, which is one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fata._torch import BatchNorm, copy_all
+from fata.distributed.ranks import SINGLE
 from fata.network.norms import BatchStatistics, input_of, override, show_buffers, widened
 
 IMAGES = 640  # n, at most: older ones fade out
 CLASSES = 4.0  # k
 VECTORS = ("shift", "square", "rms")  # A, Q and the mean of s: a number for each channel
 SCALARS = ("spread", "weight")  # the mean of the sum of a^2, and w: one for each layer
+PACKED = (*VECTORS, "spread")  # what is averaged over the images
 
 Memory = dict[str, Tensor]
+
+
+class Source(NamedTuple):
+    """What a layer had before the first batch."""
+
+    mean: Tensor
+    var: Tensor
+    deviation: Tensor
+    centre: Tensor  # the mean, in units of the deviation
+
+
+class Layer(NamedTuple):
+    """The memory of one layer."""
+
+    packed: Tensor  # PACKED, one after the other
+    weight: Tensor
 
 
 class StreamStatistics(BatchStatistics):
@@ -56,24 +74,27 @@ class StreamStatistics(BatchStatistics):
         self._known = [layer for layer, _, _ in self._layers if layer.running_mean is not None]
         self._places = {layer: place for place, layer in enumerate(self._known)}
         self._sizes = [layer.num_features for layer in self._known]
-        ends = list(accumulate(self._sizes))
-        self._slices = [slice(end - size, end) for end, size in zip(ends, self._sizes, strict=True)]
         self._mean, self._var = self._joined("running_mean"), self._joined("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
         sizes = torch.tensor(self._sizes, device=self._mean.device)
         self._owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+        own = torch.cat((self._owner.repeat(3), torch.arange(len(sizes), device=sizes.device)))
+        self._order = own.argsort(stable=True)  # of PACKED, from one after the other to by layer,
+        self._back = self._order.argsort()  # and back
+        self._source = self._by_layer()
         self._rows_now = 0  # of the batch that is observed
         self._part = self._doubt = self._mean.new_zeros(())  # its part in n, and 1 / (n - 1) + k E
-        self._before: Memory | None = None  # the memory before it; None: no batch is observed
-        self._found: dict[BatchNorm, list[Tensor]] = {}  # VECTORS and SCALARS of that one
+        self._before: list[Layer] | None = None  # in the memory; None: no batch is observed
+        self._memory: Memory = {}
+        self._found: dict[BatchNorm, Layer] = {}  # with the batch
 
     def source(self, layer: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Mean and variance that a layer had before the first batch; None: it has none."""
         if layer not in self._places:
             return None
-        here = self._slices[self._places[layer]]
-        return self._mean[here], self._var[here]
+        own = self._source[self._places[layer]]
+        return own.mean, own.var
 
     def widen(self, memory: Memory) -> Memory:
         """A memory in the precision of these statistics, from one that was kept in half."""
@@ -97,40 +118,40 @@ class StreamStatistics(BatchStatistics):
     def observing(self, memory: Memory, rows: int) -> Iterator[None]:
         """The first pass inside is over a batch of so many rows; others use its statistics."""
         try:
-            self._before, self._rows_now, self._found = memory, self._ranks.rows(rows), {}
+            self._enter(memory)
+            self._rows_now = self._ranks.rows(rows)
             count = self._kept(memory) + self._rows_now
             self._part = self._rows_now / count
             self._doubt = 1 / (count - 1) + CLASSES * memory["imbalance"]
             yield
         finally:
-            self._before, self._found = None, {}
+            self._leave()
 
     @contextmanager
     def recalling(self, memory: Memory) -> Iterator[None]:
         """The statistics of a memory inside the context, as they are."""
         try:
-            self._before = memory
-            self._found = {
-                layer: self._of(memory, place) for place, layer in enumerate(self._known)
-            }
+            self._found = dict(zip(self._known, self._enter(memory), strict=True))
             yield
         finally:
-            self._before, self._found = None, {}
+            self._leave()
 
     def observed(self, logits: Tensor) -> Memory:
         """The memory with the batch that was passed, while still observing."""
         assert self._before is not None
-        before, rows = self._before, self._rows_now
+        before, rows = self._memory, self._rows_now
         kept = self._kept(before)
         shares = self._shares(logits, rows)
         shares = torch.lerp(before["shares"], shares, rows / (kept + rows))
-        parts = [
-            self._found.get(layer) or self._of(before, place)
-            for place, layer in enumerate(self._known)
-        ]
-        found = (torch.cat(part) for part in zip(*parts, strict=True))
+        layers = zip(self._known, self._before, strict=True)
+        packed, weights = zip(
+            *(self._found.get(layer, past) for layer, past in layers), strict=True
+        )
+        flat = torch.cat(packed)[self._back]
+        parts = torch.split(flat, [len(self._mean)] * 3 + [len(self._known)])
         return {
-            **dict(zip((*VECTORS, *SCALARS), found, strict=True)),
+            **dict(zip(PACKED, parts, strict=True)),
+            "weight": torch.cat(weights),
             "shares": shares,
             "rows": kept + rows,
             "imbalance": _imbalance(shares, kept + rows),
@@ -153,10 +174,12 @@ class StreamStatistics(BatchStatistics):
         """Follow the model to another device."""
         self._mean, self._var = self._mean.to(device), self._var.to(device)
         self._deviation, self._owner = self._deviation.to(device), self._owner.to(device)
+        self._source = self._by_layer()
+        self._order, self._back = self._order.to(device), self._back.to(device)
 
     def settle(self) -> None:
         """Back to how it was made: an interrupt may keep a context from being left."""
-        self._before, self._found = None, {}
+        self._leave()
         super().settle()
 
     # -- inside -------------------------------------------------------------------------------
@@ -169,41 +192,50 @@ class StreamStatistics(BatchStatistics):
             return
         if self.active and self._before is None:
             return
-        here = self._slices[place]
-        mean, var, deviation = self._mean[here], self._var[here], self._deviation[here]
-        if self.active:
+        own = self._source[place]
+        mean, var = own.mean, own.var
+        if self.active and self._before is not None:
             if layer not in self._found:
-                past = self._of(self._before or {}, place)
-                self._found[layer] = self._observe(input_of(args, kwargs), mean, deviation, past)
-            shift, square, _, _, weight = self._found[layer]
-            mean, var = blended(mean, var, deviation, shift, square, weight)
+                past = self._before[place].packed
+                self._found[layer] = self._observe(input_of(args, kwargs), own, past)
+            packed, weight = self._found[layer]
+            shift, square, _, _ = _unpacked(packed)
+            mean, var = blended(mean, var, own.deviation, shift, square, weight)
         like = layer._buffers["running_mean"]
         dtype = mean.dtype if like is None else like.dtype
         override(layer, mean.to(dtype), var.to(dtype))
 
-    def _observe(
-        self, x: Tensor, mean: Tensor, deviation: Tensor, past: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """VECTORS and SCALARS of a layer, with its input of this batch.
+    def _observe(self, x: Tensor, own: Source, past: Tensor) -> Layer:
+        """What is known of a layer, with its input of this batch.
 
         Kernels are few, and none writes as much as the input: there are as many layers as in the
         pass itself.
         """
-        assert self._before is not None
-        first, second = _moments(x.detach(), mean.dtype)
-        shift = (first - mean) / deviation
-        square = (second - (2 * first - mean) * mean).clamp(min=0) / deviation.square()
-        each = torch.cat((shift, square, square.sqrt()), 1).sum(0)
-        here = torch.cat((each, shift.square().sum()[None], each.new_full((1,), len(x))))
-        there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
-        old, new = torch.cat(list(past[:-1])), there[:-1] / there[-1]
-        found = torch.where(there.isfinite().all(), torch.lerp(old, new, self._part), old)
-        shift, square, rms, spread = torch.split(found, [len(mean)] * 3 + [1])
+        first, length, pixels = _moments(x.detach(), own.mean.dtype)
+        centre, length = first / own.deviation, length / own.deviation
+        shift = centre - own.centre
+        moved = shift.square()
+        square = torch.addcmul(moved, length, length, value=1 / pixels)
+        square = torch.addcmul(square, centre, centre, value=-1).clamp(min=0)
+        each = torch.cat((shift, square, square.sqrt(), moved.sum(1, keepdim=True)), 1)
+        here = self._mean_row(each)
+        finite = (here - here).sum() == 0  # else NaN
+        found = torch.where(finite, torch.lerp(past, here, self._part), past)
+        shift, square, rms, spread = _unpacked(found)
         moved = shift.square().sum()
         distance = moved + (square.sqrt() - 1).square().sum()
-        variance = (spread - moved + (square - rms.square()).sum()).clamp(min=0)
+        inside = torch.addcmul(square, rms, rms, value=-1).sum()
+        variance = (spread - moved + inside).clamp(min=0)
         weight = (1 - self._doubt * variance / distance).clamp(0, 1)
-        return [shift, square, rms, spread, weight.nan_to_num(0)]  # one image proves nothing
+        return Layer(found, weight.nan_to_num(0))  # one image proves nothing
+
+    def _mean_row(self, rows: Tensor) -> Tensor:
+        """Mean of some rows over all ranks."""
+        if self._ranks is SINGLE:
+            return rows.mean(0)
+        here = torch.cat((rows.sum(0), rows.new_full((1,), len(rows))))
+        there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
+        return there[:-1] / there[-1]
 
     def _shares(self, logits: Tensor, rows: int) -> Tensor:
         """Shares of the predicted classes."""
@@ -215,10 +247,22 @@ class StreamStatistics(BatchStatistics):
         """How many images of the past count, with those of this batch."""
         return memory["rows"].clamp(max=max(IMAGES - self._rows_now, 0))
 
-    def _of(self, memory: Memory, place: int) -> list[Tensor]:
-        """A layer's part of a memory."""
-        vectors = [memory[name][self._slices[place]] for name in VECTORS]
-        return [*vectors, *(memory[name][place : place + 1] for name in SCALARS)]
+    def _by_layer(self) -> list[Source]:
+        flat = self._mean, self._var, self._deviation, self._mean / self._deviation
+        parts = (torch.split(one, self._sizes) for one in flat)
+        return [Source(*own) for own in zip(*parts, strict=True)]
+
+    def _enter(self, memory: Memory) -> list[Layer]:
+        """Begin with this memory; returns its layers."""
+        flat = torch.cat([memory[name] for name in PACKED])[self._order]
+        packed = torch.split(flat, [3 * size + 1 for size in self._sizes])
+        weights = torch.split(memory["weight"], 1)
+        self._memory, self._found = memory, {}
+        self._before = [Layer(*parts) for parts in zip(packed, weights, strict=True)]
+        return self._before
+
+    def _leave(self) -> None:
+        self._before, self._memory, self._found = None, {}, {}
 
     def _joined(self, name: str) -> Tensor:
         return torch.cat([widened(getattr(layer, name)).clone() for layer in self._known])
@@ -237,17 +281,24 @@ def blended(
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance between the source's (weight 0) and the stream's (weight 1)."""
     moved = weight * shift
-    wider = weight * (square - 1 - moved * shift)
-    return mean + moved * deviation, (var + wider * deviation.square()).clamp(min=0)
+    wider = weight * torch.addcmul(square - 1, moved, shift, value=-1)
+    var = torch.addcmul(var, wider, deviation.square())
+    return torch.addcmul(mean, moved, deviation), var.clamp(min=0)
 
 
-def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and mean square of each channel over the pixels of an image, in this precision."""
+def _unpacked(packed: Tensor) -> Sequence[Tensor]:
+    """PACKED of one layer."""
+    channels = len(packed) // 3
+    return torch.split(packed, [channels, channels, channels, 1])
+
+
+def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """Mean and length of each channel over the pixels of an image, in this precision; how many."""
     if x.ndim == 2:
-        return x.to(dtype), x.to(dtype).square()
+        return x.to(dtype), x.to(dtype), 1
     pixels = tuple(range(2, x.ndim))
     length = torch.linalg.vector_norm(x, dim=pixels, dtype=dtype)
-    return x.mean(pixels, dtype=dtype), length.square() / x[0, 0].numel()
+    return x.mean(pixels, dtype=dtype), length, math.prod(x.shape[2:])
 
 
 def _imbalance(shares: Tensor, rows: Tensor) -> Tensor:

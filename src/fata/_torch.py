@@ -32,7 +32,6 @@ __all__ = [
     "copy_all",
     "default_store",
     "has_bfloat16_products",
-    "place_of",
     "tree_leaves",
     "tree_map",
     "version",
@@ -47,12 +46,6 @@ def copy_all(into: Sequence[Tensor], given: Sequence[Tensor], non_blocking: bool
 def version(tensor: Tensor) -> int:
     """How often a tensor was changed in place; waits for a public counter."""
     return tensor._version
-
-
-def place_of(storage: torch.UntypedStorage) -> int:
-    """What tells two storages apart; waits for a public identity of storages of no bytes too."""
-    place: int = storage._cdata
-    return place
 
 
 def has_bfloat16_products() -> bool:

@@ -78,6 +78,16 @@ torch.save(torch.cat(answers), {str(tmp_path / "answers")!r})
     assert torch.equal(torch.load(tmp_path / "answers"), expected[16:])
 
 
+def test_a_state_from_before_the_first_batch_goes_on_the_same(tmp_path):
+    """The guard's counts too: it knows that this is still the source model."""
+    whole, first, second = (adapter(spec="tent") for _ in range(3))
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    for x in STREAM:
+        assert torch.equal(second(x), whole(x))
+        assert second.counts == whole.counts
+
+
 def refused(target, path, message):
     """Loading is refused, and nothing has changed."""
     target(STREAM[1])

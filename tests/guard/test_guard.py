@@ -96,6 +96,42 @@ def test_a_collapse_is_taken_back():
     assert guarded.health.gain < 0
 
 
+@pytest.mark.parametrize("blend", [False, True])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("spec", ["tent", "eata+fata", "sar+fata", "deyo+fata", "neo"])
+def test_no_pass_of_the_source_model_where_its_logits_are_known(net, spec, blend, monkeypatch):
+    """At the first batch, which meets the source weights; all else is as with the pass."""
+    runs, passed = [], []
+    for knows in (True, False):
+        if not knows:
+            monkeypatch.setattr("fata.engine.engine.Known", lambda *_: None)
+        adapter = fata.adapt(build(net).double(), spec, guard=NEVER, blend=blend, lr=0.01)
+        answers = []
+        for images in batches():
+            answers.append(adapter(images.double()))
+            passed.append(adapter.counts["rows_source"])
+        runs.append((adapter, torch.stack(answers)))
+    (one, found), (other, expected) = runs
+    torch.testing.assert_close(found, expected, **DOUBLE)
+    assert one.guard.events == other.guard.events
+    for name, tensor in one.state_dict().items():
+        if isinstance(tensor, torch.Tensor):
+            torch.testing.assert_close(tensor, other.state_dict()[name], **DOUBLE)
+    of_the_source = 2 if net == "resnet_bn" and not blend else 1  # also with the batch's statistics
+    assert passed[6] == 8 * of_the_source
+    assert passed[0] == (8 if of_the_source == 2 else 0)
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_where_both_models_give_the_same_logits_those_are_the_source_models(net, monkeypatch):
+    """Put aside at the first batch, before anything was learned."""
+    adapter = fata.adapt(build(net), "tent", guard=fata.Guard(every=1), lr=0.01)
+    told(monkeypatch, adapter, HARM)
+    adapter(batches(1)[0])
+    assert adapter._live().source_predicted
+    assert adapter.selected == {}
+
+
 @pytest.mark.parametrize("speed", ["exact", "fast"])
 @pytest.mark.parametrize(
     ("spec", "fields"),
@@ -405,9 +441,9 @@ def test_checks_become_rarer(monkeypatch, rows, most):
     told(monkeypatch, adapter, OPEN)
     checked = []
     for number, images in enumerate(batches(64, rows=rows), 1):
-        before = adapter.counts["rows_source"]
         adapter(images)
-        checked += [number] * (adapter.counts["rows_source"] > before)
+        watched = adapter._live().state.watched
+        checked += [number] * (watched.last == watched.since)
     gaps = [after - before for before, after in pairwise(checked)]
     assert checked[:4] == [1, 2, 3, 4]
     assert gaps == sorted(gaps)

@@ -77,9 +77,10 @@ def test_the_first_single_image_is_its_own_mean_unless_it_warms_up():
 def test_a_guard_watches_it():
     adapter = fata.adapt(network("resnet_gn"), "neo")
     assert adapter.guard is not None
-    assert adapter.counts["rows_source"] == 0
+    assert adapter.health is None
     adapter(images(16))
-    assert adapter.counts["rows_source"] == 16  # the first batch is compared
+    assert adapter.health is not None  # the first batch is compared
+    assert adapter.counts["rows_source"] == 0  # with logits that are known
 
 
 @pytest.mark.parametrize(

@@ -236,8 +236,8 @@ def test_the_guard_compares_as_often_with_any_statistics():
     )
     for batch in images(64).split(8):
         blended(batch), plain(batch)
-    compared = blended.counts["rows_source"]
-    assert 0 < 2 * compared == plain.counts["rows_source"]  # the batch's statistics predict, too
+    compared = blended.counts["rows_source"]  # not by the first batch: the step itself shows it
+    assert 0 < 2 * compared + 8 == plain.counts["rows_source"]  # the batch's statistics, too
 
 
 def test_half_precision_models_keep_their_buffers():

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
@@ -124,6 +125,7 @@ def unpack(
         )
 
     moved, velocity = vector("parameter.", start.theta), vector("momentum.", start.velocity)
+    moved = start.theta if torch.equal(moved, start.theta) else moved
     if not alike:
         unexpected += sorted(name for name in tensors if not name.startswith(MOVING))
         return replace(start, theta=moved, velocity=velocity), IncompatibleKeys(missing, unexpected)

@@ -24,7 +24,7 @@ from fata.distributed.ranks import Ranks
 from fata.engine import draws, unmoved
 from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.network import Network, stand_in
-from fata.engine.source_model import SourceModel
+from fata.engine.source_model import Known, SourceModel
 from fata.engine.state import Given, Moved, Moving, Seen, State
 from fata.engine.step import DENSE, Step
 from fata.engine.updates import guarded_sgd
@@ -184,11 +184,12 @@ class Engine:
         before = replace(self.state, counts=dict(self.state.counts), watched=watched)
         try:
             self._reset_in_time()
+            self.source_model.known = None
             self.source_predicted = not self.learns
             logits = self._learned(images)
             if self.watch:
-                own, logits = logits, self.watch.see(images, logits)
-                if logits is not own:
+                logits = self.watch.see(images, logits)
+                if self.state.watched.source_predicts:
                     self.selected = None  # what was learned from is not what is predicted
                     self.source_predicted = True
             self.state.count(seen=len(images))
@@ -248,7 +249,8 @@ class Engine:
 
     def _step(self, images: Tensor) -> Tensor:
         """The step of one batch; see the top of this file."""
-        state = self.state
+        state, begins = self.state, not self.state.norm and not self.state.guard
+        first = not state.batches and state.theta is self.source
         self._begin_blend(images)
         placed = self.execution.place(images)
         noise = draws.noise(self.network, self.plus, images, self.generator)
@@ -261,6 +263,8 @@ class Engine:
         seen = self.execution.see(given, moving, dense, partial(self._batch, images))
         terms, moved, state.norm = seen.terms, seen.moved, seen.norm
         self.selected = terms.host.rows, terms.plus.rows
+        if first:
+            self.source_model.known = Known(terms.batch.logits, state.norm if begins else {})
         if moved is not None and self.coupled:  # all rows learn at once: nothing to wait for
             state.count(host=terms.host.rows.sum(), plus=terms.plus.rows.sum())
         else:
@@ -337,8 +341,7 @@ class Engine:
         rows = self.group.rows(len(finite))
         host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
         state.count(host=host, plus=plus)
-        share = (torch.tensor(float(either)) / rows).item()
-        state.share = share if not state.batches else 0.9 * state.share + 0.1 * share
+        state.share = 0.9 * state.share + 0.1 * (torch.tensor(float(either)) / rows).item()
         return chosen, bool(host), bool(plus), self.coupled or fine == rows
 
     def _recover(self) -> bool:
@@ -347,7 +350,8 @@ class Engine:
         if not self.method.recover(state.host):
             return False
         state.count(recovered=1)
-        state.theta, state.velocity, state.host = self.source, torch.zeros_like(self.source), {}
+        state.theta, state.velocity = self.source, torch.zeros_like(self.source)
+        state.host, state.share = {}, 1.0
         return True
 
     def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,15 +23,31 @@ PREFIX = "norm."  # of that memory, in the guard's
 MOST = torch.finfo(torch.half).max
 
 
+class Known(NamedTuple):
+    """What the first step of a stream, from the source weights, shows of the source model.
+
+    Args:
+        logits: with the adapted model's statistics.
+        norm: memory of these, if the source model's begin with them; else empty.
+    """
+
+    logits: Tensor
+    norm: Memory
+
+
 class SourceModel:
     """The source weights of one engine, put in the adapted ones' place for a pass."""
 
     def __init__(self, functions: Step, execution: Direct) -> None:
         self._functions, self._execution = functions, execution
+        self.known: Known | None = None  # of the batch at hand; None: a pass must find out
 
     def predict(self, images: Tensor, state: State) -> Tensor:
         """Logits of the batch at hand, which has a part in BatchNorm's statistics."""
         statistics, execution = self._functions.network.reference, self._execution
+        if self.known and (statistics is None or self.known.norm):
+            self._keep(state, self.known.norm)
+            return self.known.logits[: len(images)]
         state.count(rows_source=len(images))
         with self._in_place(state):
             if statistics is None:
@@ -41,7 +58,7 @@ class SourceModel:
                     known = statistics.begin(execution.predict(images))
             with execution.stepping(images):
                 logits, after = execution.run("refer", self._functions.refer, images, known)
-        state.guard = {**state.guard, **{PREFIX + name: _kept(name, after[name]) for name in after}}
+        self._keep(state, after)
         return logits  # type: ignore[no-any-return]
 
     def beside(self, images: Tensor, state: State) -> Tensor | None:
@@ -49,6 +66,8 @@ class SourceModel:
         network = self._functions.network
         if network.reference is None or network.blend:
             return None
+        if self.known:
+            return self.known.logits[: len(images)]
         state.count(rows_source=len(images))
         with self._in_place(state):
             return self._execution.predict(images)
@@ -67,7 +86,7 @@ class SourceModel:
         """Give the adapted model the source weights, and no momentum or memory."""
         source = self._functions.source
         state.theta, state.velocity = source, torch.zeros_like(source)
-        state.host, state.plus = {}, {}
+        state.host, state.plus, state.share = {}, {}, 1.0
         self._functions.theta.write(source)
 
     def leave_statistics(self, state: State) -> None:
@@ -81,6 +100,9 @@ class SourceModel:
         found, statistics = state.guard.items(), self._functions.network.reference
         kept = {n.removeprefix(PREFIX): t for n, t in found if n.startswith(PREFIX)}
         return statistics.widen(kept) if statistics else {}
+
+    def _keep(self, state: State, norm: Memory) -> None:
+        state.guard = {**state.guard, **{PREFIX + name: _kept(name, norm[name]) for name in norm}}
 
     @contextmanager
     def _in_place(self, state: State) -> Iterator[None]:

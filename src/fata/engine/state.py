@@ -26,7 +26,7 @@ class State:
     plus: Memory = field(default_factory=dict)
     classes: Memory = field(default_factory=dict)  # the mean prediction, where a term is balanced
     batches: int = 0
-    share: float = 0.0  # moving average of the share of selected rows
+    share: float = 1.0  # moving average of the share of selected rows
     counts: dict[str, int | Tensor] = field(default_factory=dict)
     guard: Memory = field(default_factory=dict)
     watched: Watched = field(default_factory=Watched)
@@ -52,7 +52,6 @@ class State:
             torch.zeros_like(source),
             self.seed,
             batches=self.batches,
-            share=self.share,
             counts=self.counts,
             watched=Watched(events=self.watched.events),
         )

@@ -51,7 +51,7 @@ def _pass_all(engine: Engine, images: Tensor, sizes: Sequence[int]) -> None:
     """
     rows = len(images)
     swap.put(engine, swap.fresh(engine))
-    _step(engine, images, rows, share=0)
+    _step(engine, images, rows, share=1)
     _remember(engine, images)
     engine.execution.compiles = True
     for selected in [rows] if engine.coupled else sizes:

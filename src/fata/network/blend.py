@@ -3,7 +3,7 @@
 For each layer, over the n latest images, in units of the source's standard deviation:
 
     a, s  =  mean and root mean square of a channel over the pixels of an image
-    A, Q  =  mean of a, and of s^2, over the images
+    A, S, Q  =  mean of a, of s and of s^2, over the images
     D     =  sum over channels of  A^2 + (sqrt(Q) - 1)^2          the distance from the source
     V     =  sum over channels of the variances of a and s over the images
     E     =  (P - 1/C) / (1 - P)      P: that two images have one predicted class, without bias
@@ -17,6 +17,14 @@ where it is more. The rest is shift, and w its share: the positive part of James
 shrinkage. A stream that has not shifted keeps the source's statistics, whatever its batches and
 classes are.
 
+The past counts as far as a batch of B images agrees with it:
+
+    D'    =  sum over channels of  (A_B - A)^2 + (S_B - S)^2
+    n    <-  B + n min(1, k (1 / (B - 1) + 1 / n + E') V / D')      E': E within batches
+
+so that after a change of domain the stream's statistics begin again, and classes that take turns
+change nothing.
+
 A batch is part of its own statistics; no gradient flows through them. All later passes, until the
 next batch, use these statistics as they are, so that the layers' own buffers can hold them. E of
 the first batch is by the predictions with the source's statistics, which is one more pass.
@@ -24,15 +32,16 @@ the first batch is by the predictions with the source's statistics, which is one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from fata._torch import BatchNorm, copy_all
+from fata.distributed.ranks import SINGLE
 from fata.network.norms import BatchStatistics, input_of, override, show_buffers, widened
 
 IMAGES = 640  # n, at most: older ones fade out
@@ -41,6 +50,32 @@ VECTORS = ("shift", "rms", "square")  # A, S and Q: a number for each channel
 SCALARS = ("variance", "images", "weight")  # V, n and w: one for each layer
 
 Memory = dict[str, Tensor]
+
+
+class Source(NamedTuple):
+    """What a layer had before the first batch."""
+
+    mean: Tensor
+    var: Tensor
+    deviation: Tensor
+    centre: Tensor  # the mean, in units of the deviation
+
+
+class Layer(NamedTuple):
+    """The memory of one layer."""
+
+    packed: Tensor  # VECTORS, one after the other
+    variance: Tensor
+    images: Tensor
+    weight: Tensor
+
+
+class Past(NamedTuple):
+    """What of a layer's past may count."""
+
+    images: Tensor
+    part: Tensor  # of the batch, if all of it counts
+    chance: Tensor  # k (1 / (B - 1) + 1 / n + E')
 
 
 class StreamStatistics(BatchStatistics):
@@ -56,24 +91,26 @@ class StreamStatistics(BatchStatistics):
         self._known = [layer for layer, _, _ in self._layers if layer.running_mean is not None]
         self._places = {layer: place for place, layer in enumerate(self._known)}
         self._sizes = [layer.num_features for layer in self._known]
-        ends = list(accumulate(self._sizes))
-        self._slices = [slice(end - size, end) for end, size in zip(ends, self._sizes, strict=True)]
         self._mean, self._var = self._joined("running_mean"), self._joined("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
         sizes = torch.tensor(self._sizes, device=self._mean.device)
         self._owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
+        self._order = self._owner.repeat(len(VECTORS)).argsort(stable=True)  # to by layer,
+        self._back = self._order.argsort()  # and back
+        self._source = self._by_layer()
         self._rows_now = 0  # of the batch that is observed
-        self._kept = self._likely = self._mean.new_zeros(0)  # n before it, and what D' may be of V
-        self._before: Memory | None = None  # the memory before it; None: no batch is observed
-        self._found: dict[BatchNorm, list[Tensor]] = {}  # VECTORS and SCALARS of that one
+        self._past: list[Past] = []
+        self._before: list[Layer] | None = None  # in the memory; None: no batch is observed
+        self._memory: Memory = {}
+        self._found: dict[BatchNorm, Layer] = {}  # with the batch
 
     def source(self, layer: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Mean and variance that a layer had before the first batch; None: it has none."""
         if layer not in self._places:
             return None
-        here = self._slices[self._places[layer]]
-        return self._mean[here], self._var[here]
+        own = self._source[self._places[layer]]
+        return own.mean, own.var
 
     def widen(self, memory: Memory) -> Memory:
         """A memory in the precision of these statistics, from one that was kept in half."""
@@ -99,45 +136,43 @@ class StreamStatistics(BatchStatistics):
     def observing(self, memory: Memory, rows: int) -> Iterator[None]:
         """The first pass inside is over a batch of so many rows; others use its statistics."""
         try:
-            self._before, self._rows_now, self._found = memory, self._ranks.rows(rows), {}
-            self._kept = self._counted(memory["images"])
-            chance = 1 / max(self._rows_now - 1, 1) + 1 / self._kept
-            self._likely = CLASSES * (chance + _odds(memory["alike"], memory["shares"]))
+            self._enter(memory)
+            self._rows_now = rows = self._ranks.rows(rows)
+            kept = self._kept(memory["images"])
+            chance = 1 / kept + _odds(memory["alike"], memory["shares"]) + 1 / max(rows - 1, 1)
+            past = kept, rows / (kept + rows), CLASSES * chance
+            parts = (torch.split(one, 1) for one in past)
+            self._past = [Past(*own) for own in zip(*parts, strict=True)]
             yield
         finally:
-            self._before, self._found = None, {}
+            self._leave()
 
     @contextmanager
     def recalling(self, memory: Memory) -> Iterator[None]:
         """The statistics of a memory inside the context, as they are."""
         try:
-            self._before = memory
-            self._found = {
-                layer: self._of(memory, place) for place, layer in enumerate(self._known)
-            }
+            self._found = dict(zip(self._known, self._enter(memory), strict=True))
             yield
         finally:
-            self._before, self._found = None, {}
+            self._leave()
 
     def observed(self, logits: Tensor) -> Memory:
         """The memory with the batch that was passed, while still observing."""
         assert self._before is not None
-        before, rows = self._before, self._rows_now
-        kept = self._counted(before["rows"])
+        before, rows = self._memory, self._rows_now
+        kept = self._kept(before["rows"])
         here, part = self._shares(logits, rows), rows / (kept + rows)
         shares = torch.lerp(before["shares"], here, part)
-        alike = torch.lerp(before["alike"], _same(here, kept.new_zeros(()) + rows), part)
-        parts = [
-            self._found.get(layer) or self._of(before, place)
-            for place, layer in enumerate(self._known)
-        ]
-        found = (torch.cat(part) for part in zip(*parts, strict=True))
+        layers = zip(self._known, self._before, strict=True)
+        found = [self._found.get(layer, past) for layer, past in layers]
+        packed, *scalars = (torch.cat(parts) for parts in zip(*found, strict=True))
+        vectors = packed[self._back].view(len(VECTORS), -1)
         return {
-            **dict(zip((*VECTORS, *SCALARS), found, strict=True)),
+            **dict(zip((*VECTORS, *SCALARS), (*vectors, *scalars), strict=True)),
             "shares": shares,
             "rows": kept + rows,
             "imbalance": _odds(_same(shares, kept + rows), shares),
-            "alike": alike,
+            "alike": torch.lerp(before["alike"], _same(here, torch.zeros_like(kept) + rows), part),
         }
 
     def write(self, memory: Memory) -> None:
@@ -157,10 +192,12 @@ class StreamStatistics(BatchStatistics):
         """Follow the model to another device."""
         self._mean, self._var = self._mean.to(device), self._var.to(device)
         self._deviation, self._owner = self._deviation.to(device), self._owner.to(device)
+        self._source = self._by_layer()
+        self._order, self._back = self._order.to(device), self._back.to(device)
 
     def settle(self) -> None:
         """Back to how it was made: an interrupt may keep a context from being left."""
-        self._before, self._found = None, {}
+        self._leave()
         super().settle()
 
     # -- inside -------------------------------------------------------------------------------
@@ -173,53 +210,62 @@ class StreamStatistics(BatchStatistics):
             return
         if self.active and self._before is None:
             return
-        here = self._slices[place]
-        mean, var, deviation = self._mean[here], self._var[here], self._deviation[here]
-        if self.active:
+        own = self._source[place]
+        mean, var = own.mean, own.var
+        if self.active and self._before is not None:
             if layer not in self._found:
-                x = input_of(args, kwargs).detach()
-                self._found[layer] = self._observe(x, mean, deviation, place)
-            shift, _, square, *_, weight = self._found[layer]
-            mean, var = blended(mean, var, deviation, shift, square, weight)
+                self._found[layer] = self._observe(input_of(args, kwargs).detach(), place)
+            packed, *_, weight = self._found[layer]
+            shift, _, square = _unpacked(packed)
+            mean, var = blended(mean, var, own.deviation, shift, square, weight)
         like = layer._buffers["running_mean"]
         dtype = mean.dtype if like is None else like.dtype
         override(layer, mean.to(dtype), var.to(dtype))
 
-    def _observe(self, x: Tensor, mean: Tensor, deviation: Tensor, place: int) -> list[Tensor]:
-        """VECTORS and SCALARS of a layer, with its input of this batch.
+    def _observe(self, x: Tensor, place: int) -> Layer:
+        """What is known of a layer, with its input of this batch.
 
         Kernels are few, and none writes as much as the input: there are as many layers as in the
         pass itself.
         """
         assert self._before is not None
-        first, second = _moments(x, mean.dtype)
-        shift = (first - mean) / deviation
-        square = (second - (2 * first - mean) * mean).clamp(min=0) / deviation.square()
-        each = torch.cat((shift, square.sqrt(), square), 1).sum(0)
-        here = torch.cat((each, shift.square().sum()[None], each.new_full((1,), len(x))))
-        there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
-        finite, means = there.isfinite().all(), there[:-1] / there[-1]
+        own, old, past = self._source[place], self._before[place], self._past[place]
+        rows = self._rows_now
+        first, length, pixels = _moments(x, own.mean.dtype)
+        centre, length = first / own.deviation, length / own.deviation
+        shift = centre - own.centre
+        moved = shift.square()
+        square = torch.addcmul(moved, length, length, value=1 / pixels)
+        square = torch.addcmul(square, centre, centre, value=-1).clamp(min=0)
+        each = torch.cat((shift, square.sqrt(), square, moved.sum(1, keepdim=True)), 1)
+        here = self._mean_row(each)
+        finite = (here - here).sum() == 0  # else NaN
 
-        *vectors, before, _, _ = self._of(self._before, place)
-        old = torch.cat(vectors)
-        new = torch.where(finite, means[:-1], old)
-        shift, rms, square = new.view(len(VECTORS), -1)
-        within = means[-1:] + (square - shift.square() - rms.square()).sum()
-        within = torch.where(finite, within.clamp(min=0), before)
-        moved = (new - old)[: -len(mean)].square().sum()  # D'
+        new = torch.where(finite, here[:-1], old.packed)
+        shift, rms, square = _unpacked(new)
+        squares = torch.addcmul(torch.addcmul(square, shift, shift, value=-1), rms, rms, value=-1)
+        within = torch.where(finite, (here[-1:] + squares.sum()).clamp(min=0), old.variance)
+        apart = (new - old.packed)[: 2 * len(own.mean)].square().sum()  # D'
 
-        rows, kept = self._rows_now, self._kept[place : place + 1]
-        likely = self._likely[place] * torch.lerp(before, within, rows / (kept + rows))
-        images = kept * (likely / moved).nan_to_num(1).clamp(max=1) + rows
+        likely = past.chance * torch.lerp(old.variance, within, past.part)
+        images = past.images * (likely / apart).nan_to_num(1).clamp(max=1) + rows
         part = rows / images
-        found = torch.lerp(old, new, part)
-        variance = torch.lerp(before, within, part) + part * (1 - part) * moved
+        packed = torch.lerp(old.packed, new, part)
+        variance = torch.lerp(old.variance, within, part) + part * (1 - part) * apart
 
-        shift, rms, square = found.view(len(VECTORS), -1)
+        shift, _, square = _unpacked(packed)
         distance = shift.square().sum() + (square.sqrt() - 1).square().sum()
-        doubt = 1 / (images - 1) + CLASSES * self._before["imbalance"]
+        doubt = 1 / (images - 1) + CLASSES * self._memory["imbalance"]
         weight = (1 - doubt * variance / distance).clamp(0, 1)
-        return [shift, rms, square, variance, images, weight.nan_to_num(0)]
+        return Layer(packed, variance, images, weight.nan_to_num(0))  # one image proves nothing
+
+    def _mean_row(self, rows: Tensor) -> Tensor:
+        """Mean of some rows over all ranks."""
+        if self._ranks is SINGLE:
+            return rows.mean(0)
+        here = torch.cat((rows.sum(0), rows.new_full((1,), len(rows))))
+        there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
+        return there[:-1] / there[-1]
 
     def _shares(self, logits: Tensor, rows: int) -> Tensor:
         """Shares of the predicted classes."""
@@ -227,14 +273,26 @@ class StreamStatistics(BatchStatistics):
         predicted = (logits.argmax(1)[:, None] == classes).sum(0).to(self._mean.dtype)
         return self._ranks.sum(predicted * self._ranks.real) / rows
 
-    def _counted(self, images: Tensor) -> Tensor:
+    def _kept(self, images: Tensor) -> Tensor:
         """How many images of the past count, with those of this batch."""
         return images.clamp(max=max(IMAGES - self._rows_now, 0))
 
-    def _of(self, memory: Memory, place: int) -> list[Tensor]:
-        """A layer's part of a memory."""
-        vectors = [memory[name][self._slices[place]] for name in VECTORS]
-        return [*vectors, *(memory[name][place : place + 1] for name in SCALARS)]
+    def _by_layer(self) -> list[Source]:
+        flat = self._mean, self._var, self._deviation, self._mean / self._deviation
+        parts = (torch.split(one, self._sizes) for one in flat)
+        return [Source(*own) for own in zip(*parts, strict=True)]
+
+    def _enter(self, memory: Memory) -> list[Layer]:
+        """Begin with this memory; returns its layers."""
+        flat = torch.cat([memory[name] for name in VECTORS])[self._order]
+        packed = torch.split(flat, [len(VECTORS) * size for size in self._sizes])
+        scalars = (torch.split(memory[name], 1) for name in SCALARS)
+        self._memory, self._found = memory, {}
+        self._before = [Layer(*parts) for parts in zip(packed, *scalars, strict=True)]
+        return self._before
+
+    def _leave(self) -> None:
+        self._before, self._memory, self._found = None, {}, {}
 
     def _joined(self, name: str) -> Tensor:
         return torch.cat([widened(getattr(layer, name)).clone() for layer in self._known])
@@ -253,17 +311,23 @@ def blended(
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance between the source's (weight 0) and the stream's (weight 1)."""
     moved = weight * shift
-    wider = weight * (square - 1 - moved * shift)
-    return mean + moved * deviation, (var + wider * deviation.square()).clamp(min=0)
+    wider = weight * torch.addcmul(square - 1, moved, shift, value=-1)
+    var = torch.addcmul(var, wider, deviation.square())
+    return torch.addcmul(mean, moved, deviation), var.clamp(min=0)
 
 
-def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Mean and mean square of each channel over the pixels of an image, in this precision."""
+def _unpacked(packed: Tensor) -> Tensor:
+    """VECTORS of one layer."""
+    return packed.view(len(VECTORS), -1)
+
+
+def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
+    """Mean and length of each channel over the pixels of an image, in this precision; how many."""
     if x.ndim == 2:
-        return x.to(dtype), x.to(dtype).square()
+        return x.to(dtype), x.to(dtype), 1
     pixels = tuple(range(2, x.ndim))
     length = torch.linalg.vector_norm(x, dim=pixels, dtype=dtype)
-    return x.mean(pixels, dtype=dtype), length.square() / x[0, 0].numel()
+    return x.mean(pixels, dtype=dtype), length, math.prod(x.shape[2:])
 
 
 def _same(shares: Tensor, rows: Tensor) -> Tensor:

@@ -103,6 +103,8 @@ def batches(device, dtype=torch.float32):
 def run(net, spec, speed, device, dtype=torch.float64, **fields):
     model = build(net).to(device, dtype)
     adapter = fata.adapt(model, spec, speed=speed, lr=0.01, **fields)
+    if fields.get("threshold", 1.0) < 1:
+        adapter._engine.state.share = 0.5  # known from earlier batches
     return adapter, [adapter(images) for images in batches(device, dtype)]
 
 
@@ -169,8 +171,7 @@ def test_a_cpu_sees_and_learns_in_one_pass_where_most_rows_are_selected(net, mon
     every = {"threshold": 1.0, "plpd_threshold": -1.0, "fata_threshold": 1.0}
     exact, quick = (run(net, "deyo+fata", speed, "cpu", **every)[0] for speed in ("exact", "fast"))
     assert quick.counts == exact.counts
-    first = SIZES[0] if net != "resnet_bn" else 0  # the share is not known yet
-    assert quick.counts["rows_forward"] == 2 * quick.counts["seen"] + first  # and what it looks at
+    assert quick.counts["rows_forward"] == 2 * quick.counts["seen"]  # DeYO passes rows to select
 
 
 EVERY_ROW = {  # so that rounding decides on none
@@ -478,6 +479,7 @@ def test_a_recording_that_fails_at_its_end_leaves_the_one_before(monkeypatch):
         raise RuntimeError("the device refused it")
 
     one = captured.CapturedFunction(torch.neg, (None,), None, captured.MemoryPools(), "", False)
+    one.kind.waits = ()
     one._graph, one._inputs, one._outputs = before = (object(), [torch.ones(2)], [torch.ones(2)])
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "graph", refused)
@@ -517,6 +519,57 @@ def test_what_does_not_wait_is(device):
         y[y > 1] = torch.zeros((), device=device)
     assert not waits.found
     assert not y.any()
+
+
+def test_what_passes_the_network_alone_is_known_by_what_does_more():
+    adapter = fata.adapt(build("resnet_gn"), "tent", speed="fast")
+    execution = adapter._engine.execution
+    assert execution._kind("refer") is execution._kinds["refer"]
+    execution._kinds["see"].waits = ["nonzero"]  # the method may, rather than the network
+    assert execution._kind("predict") is execution._kinds["predict"]
+    execution._kinds["descend"].waits = []
+    assert execution._kind("predict") is execution._kind("refer") is execution._kinds["descend"]
+    assert execution._kind("see") is execution._kinds["see"]
+
+
+class OnGpu(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_the_first_function_of_a_kind_is_watched_once(monkeypatch):
+    """Others of other sizes are known by it; nothing is watched while it is captured."""
+    watched, recorded = [], []
+
+    class Noting(captured.Waits):
+        def __init__(self, device):
+            super().__init__(device)
+            watched.append(device)
+
+    monkeypatch.setattr(captured, "Waits", Noting)
+    monkeypatch.setattr(
+        captured.CapturedFunction, "_capture", lambda one, _: recorded.append(one.kind.waits)
+    )
+    kinds = captured.Kind(), captured.Kind()
+    for kind, function, sizes in ((kinds[0], torch.sum, (2, 3)), (kinds[1], torch.nonzero, (4,))):
+        for size in sizes:
+            arguments = (None,), None, captured.MemoryPools(), "", False
+            one = captured.CapturedFunction(lambda x, f=function: [f(x)], *arguments, kind=kind)
+            for _ in range(3):
+                one([torch.ones(size).as_subclass(OnGpu)])
+    assert len(watched) == 2
+    assert [bool(waits) for waits in recorded] == [False, False, True]
+
+
+def test_sizes_are_of_one_kind():
+    fields = half_of_the_rows("resnet_gn", "eata+fata")
+    adapter, _ = run("resnet_gn", "eata+fata", "fast", "cpu", **fields)
+    functions = [one.function for one in adapter._engine.execution._cache.values()]
+    kinds = {}
+    for one in functions:
+        assert kinds.setdefault(one.name.partition(",")[0], one.kind) is one.kind
+    assert len({id(kind) for kind in kinds.values()}) == len(kinds) < len(functions)
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -577,11 +630,12 @@ class Caching(torch.nn.Module):
 def test_what_a_recording_reads_is_held():
     model, images = Caching(), batches("cpu")[0]
     model(images)
-    with captured.ExternalMemory() as found, torch.no_grad():
-        model(images)
-    places = {t.untyped_storage().data_ptr() for t in (images, model.kept[1])}
-    places |= {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert {storage.data_ptr() for storage in found.storages.values()} == places
+    model.itself = [model.kept]
+    model.itself.append(model.itself)
+    parts = model.kept[1], *model.parameters(), *model.buffers()
+    places = {tensor.untyped_storage().data_ptr() for tensor in parts}
+    found = captured.held(model)
+    assert {tensor.untyped_storage().data_ptr() for tensor in found} == places
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -882,7 +936,7 @@ def test_programs_wait_for_nothing_and_call_no_other(net, spec, monkeypatch):
         assert not inside
         inside.append(self)
         try:
-            with captured.ExternalMemory(), captured.Waits(given[0].device) as waits:
+            with captured.Waits(given[0].device) as waits:
                 return plain(self, *given)
         finally:
             assert not waits.found

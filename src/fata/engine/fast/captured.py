@@ -7,6 +7,7 @@ element-wise work is fused into what it belongs to, and convolutions run channel
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import threading
@@ -14,15 +15,15 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fata._torch import TorchDispatchMode, copy_all, place_of
+from fata._torch import TorchDispatchMode, copy_all
 from fata.engine.fast.decompositions import TABLE
 from fata.engine.fast.trees import flatten, rebuild, structure
 
@@ -87,45 +88,7 @@ class StaticInputs:
         return place
 
 
-class OperationHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives every operation inside the context to `run`."""
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """As torch calls it."""
-        return self.run(func, args, kwargs or {})
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation."""
-        return func(*args, **kwargs)
-
-
-class ExternalMemory(OperationHook):
-    """Holds the memory that a function finds, rather than makes: a capture reads it for ever.
-
-    A model may drop it before, such as what it keeps for the size of the latest images.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: dict[int, torch.UntypedStorage] = {}
-        self._made: set[int] = set()
-
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operation takes and no other has given was there before."""
-        taken = {place_of(s): s for s in _storages((args, kwargs))}
-        self.storages |= {place: s for place, s in taken.items() if place not in self._made}
-        given = func(*args, **kwargs)
-        self._made |= {place_of(s) for s in _storages(given)}
-        return given
-
-
-class Waits(OperationHook):
+class Waits(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what waits for a device. A capture raises for it, but torch before 2.12 is broken then.
 
     Args:
@@ -136,31 +99,59 @@ class Waits(OperationHook):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device, self.found = device.type, list[str]()
 
-    def run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         """Run an operation."""
-        given = func(*args, **kwargs)
-        name = str(func).removeprefix("aten.").partition(".")[0]
+        given = func(*args, **(kwargs or {}))
+        name = _name(func)
         tensors = list(_tensors((args, given))) if name in MAY_WAIT else []
         if any(t.device.type == self.device for t in tensors):
             apart = len({t.device for t in tensors}) > 1
-            copies = apart and name in COPIES and not kwargs.get("non_blocking")
+            copies = apart and name in COPIES and not (kwargs or {}).get("non_blocking")
             masked = name == "index" and any(t.dtype == torch.bool for t in tensors[1:-1])
             if copies or masked or name in WAITS:
                 self.found.append(str(func))
         return given
 
 
-def _storages(tree: Any) -> list[torch.UntypedStorage]:
-    return [tensor.untyped_storage() for tensor in _tensors(tree)]
+@functools.cache
+def _name(func: Callable[..., Any]) -> str:
+    return str(func).removeprefix("aten.").partition(".")[0]
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    """All of what an operation takes or gives; torch's own trees take longer than a kernel."""
+def held(model: nn.Module) -> list[Tensor]:
+    """All tensors that the modules of a model hold: a capture reads them for ever.
+
+    A model may drop some, such as what it keeps for the size of the latest images.
+    """
+    seen: set[int] = set()
+    attributes = (vars(module) for module in model.modules())
+    return [tensor.detach() for own in attributes for tensor in _tensors(own, seen)]
+
+
+def _tensors(tree: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """All in a tree, of which no part is `seen`; torch's own trees take longer than a kernel."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list | dict):
+        if seen is not None:
+            if id(tree) in seen:
+                return
+            seen.add(id(tree))
         for branch in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(branch)
+            yield from _tensors(branch, seen)
+
+
+@dataclass
+class Kind:
+    """What functions have in common that differ in the sizes of their tensors alone."""
+
+    waits: Sequence[str] | None = None  # what waits for the device; None: no call was watched
 
 
 @dataclass
@@ -177,6 +168,8 @@ class CapturedFunction:
         name: what a message calls it.
         large: whether the network is, whose convolutions then run channels-last.
         static: tensors that are read where they are; all others are copied.
+        kind: of the function; its first call is watched.
+        held: what the function reads beside its arguments.
     """
 
     function: Callable[..., Any]
@@ -186,30 +179,30 @@ class CapturedFunction:
     name: str
     large: bool
     static: StaticInputs = field(default_factory=StaticInputs)
+    kind: Kind = field(default_factory=Kind)
+    held: Callable[[], list[Tensor]] = list
     _flat: Flat | None = None  # compiled
     _tried: bool = False  # to compile it
     _calls: int = 0
-    _waits: Sequence[str] = ()  # what waited for the device in the first call
     _graph: torch.cuda.CUDAGraph | None = None
     _inputs: list[Tensor] = field(default_factory=list, repr=False)
     _outputs: Sequence[Tensor] = field(default=(), repr=False)
     _outcome: Any = None  # its structure
     _pool: MemoryPool | None = None
-    _external: ExternalMemory | None = field(default=None, repr=False)
+    _held: list[Tensor] = field(default_factory=list, repr=False)
 
     def __call__(self, given: list[Tensor]) -> Any:
         """Run it; what it gives is the caller's own."""
         calls = self._calls + 1
-        noted: AbstractContextManager[Any] = nullcontext()
-        if given[0].is_cuda and calls == 1:
-            noted = waits = Waits(given[0].device)
-            self._waits = waits.found
-        elif given[0].is_cuda and calls == 2:
+        waits = Waits(given[0].device) if given[0].is_cuda and self.kind.waits is None else None
+        if given[0].is_cuda and not waits and calls == 2:
             self._capture(given)
-        self._calls = calls  # where that was interrupted, the next call does it again
+        self._calls = 1 if waits else calls  # where that was interrupted, it is done again
         if self._graph is None:  # what it gives may be of what it was given
-            with noted:
+            with waits or nullcontext():
                 outputs = self._through([t.clone() if t in self.static else t for t in given])
+            if waits:
+                self.kind.waits = waits.found
         else:
             copy(self._inputs, given)
             self._graph.replay()
@@ -229,7 +222,7 @@ class CapturedFunction:
             _left("compiled", error)
         else:
             self._calls, self._graph, self._inputs, self._outputs = 1, None, [], ()
-            self._pool = self._external = None
+            self._pool, self._held = None, []
         self._tried = True
         seconds = time.perf_counter() - begun
         log.info("compiling a pass (%s) took %.0f s", self.name, seconds)
@@ -249,18 +242,17 @@ class CapturedFunction:
         return outputs
 
     def _capture(self, given: Sequence[Tensor]) -> None:
-        if self._waits and self._flat is None:
-            _left("captured", RuntimeError(f"{self._waits[0]} waits for the device"))
+        if self.kind.waits and self._flat is None:
+            _left("captured", RuntimeError(f"{self.kind.waits[0]} waits for the device"))
             return
         graph, own = torch.cuda.CUDAGraph(), self._own(given)
         torch.cuda.synchronize()
         pool = self.pools.of(compiled=self._flat is not None)
-        stream, external = self.pools.stream(own[0].device), ExternalMemory()
+        stream, held = self.pools.stream(own[0].device), self.held()
         try:
             with (
                 _keeping_garbage(),
                 torch.cuda.stream(torch.cuda.current_stream()),  # torch leaves its own, if it fails
-                external if self._flat is None else nullcontext(),  # what is compiled holds its own
                 torch.cuda.graph(
                     graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"
                 ),
@@ -270,7 +262,7 @@ class CapturedFunction:
             _left("captured", error)
         else:
             self._graph, self._inputs, self._outputs = graph, own, outputs
-            self._pool, self._external = pool, external
+            self._pool, self._held = pool, held
 
     def _own(self, given: Sequence[Tensor]) -> list[Tensor]:
         return [t if t in self.static else own(t, self.large) for t in given]

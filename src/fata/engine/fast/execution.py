@@ -18,9 +18,11 @@ products (Intel's AMX).
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -32,9 +34,11 @@ from fata.engine.direct import Direct, NotFiniteError
 from fata.engine.fast.bfloat16 import HalfWeight, half_weights, in_half, logit_layers, pays_on_cpu
 from fata.engine.fast.captured import (
     CapturedFunction,
+    Kind,
     MemoryPools,
     StaticInputs,
     channels_last,
+    held,
 )
 from fata.engine.fast.trees import batch_of, flatten, structure
 from fata.engine.state import Given, Moved, Moving, Pass, Rows, Seen, Terms
@@ -46,6 +50,7 @@ from fata.network.norms import norm_layers
 
 LARGE = 5_000_000  # parameters from which on a network is worth compiling
 MOST = 64  # captures that are kept, where batches are of many sizes
+ALONE = {"predict", "observe", "refer", "recall"}  # functions that pass the network and no more
 PARTS = 5  # of a batch, that there are captures for: the first calls of each are slow
 
 
@@ -76,6 +81,7 @@ class Fast(Direct):
     """Runs the functions of a step captured on a GPU, and in bfloat16 where that pays."""
 
     _cache: dict[object, Cached]
+    _kinds: dict[str, Kind]
     _halves: list[HalfWeight] | None
 
     def __init__(self, step: Step) -> None:
@@ -95,7 +101,7 @@ class Fast(Direct):
     def forget(self) -> None:
         """Capture everything again."""
         model = self.network.model
-        self._cache = {}
+        self._cache, self._kinds = {}, defaultdict(Kind)
         self._parameters = list(model.parameters())
         moving = {id(parameter) for parameter in self.step.theta.parameters}
         self._fixed = [p for p in self._parameters if id(p) not in moving and not p.is_inference()]
@@ -295,8 +301,16 @@ class Fast(Direct):
             f"{name}, {rows} rows",
             self._large,
             self._inputs,
+            self._kind(name),
+            partial(held, self.network.model),
         )
         return Cached(captured)
+
+    def _kind(self, name: str) -> Kind:
+        """Of a function; what passes the network alone waits as little as what does more."""
+        own = self._kinds[name]
+        more = (kind for kind in self._kinds.values() if kind.waits is not None and not kind.waits)
+        return next(more, own) if name in ALONE else own
 
     # -- bfloat16 -----------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ def resnet50():
 def one_share(net, spec, share, guard=None):
     """An adapter whose terms all select the same share of IMAGES, and hardly moves.
 
-    Its first batches are behind it: the engine knows the share, the tap its way.
+    Its first batch is behind it: the engine knows the share, the tap its way.
     """
     torch.manual_seed(0)
     model = fata.tiny.build(net)
@@ -56,9 +56,6 @@ def one_share(net, spec, share, guard=None):
         fields["fata_threshold"] = threshold
     adapter = fata.adapt(model, spec, lr=1e-9, guard=guard, **fields)
     adapter(IMAGES)
-    if adapter.selected:
-        found = torch.stack([*adapter.selected.values()]).any(0)
-        adapter._live().state.share = found.float().mean().item()
     return adapter
 
 

@@ -341,7 +341,8 @@ class Engine:
         rows = self.group.rows(len(finite))
         host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
         state.count(host=host, plus=plus)
-        state.share = 0.9 * state.share + 0.1 * (torch.tensor(float(either)) / rows).item()
+        share = (torch.tensor(float(either)) / rows).item()
+        state.share = share if state.share == 1 else 0.9 * state.share + 0.1 * share
         return chosen, bool(host), bool(plus), self.coupled or fine == rows
 
     def _recover(self) -> bool:

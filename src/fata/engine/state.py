@@ -26,7 +26,7 @@ class State:
     plus: Memory = field(default_factory=dict)
     classes: Memory = field(default_factory=dict)  # the mean prediction, where a term is balanced
     batches: int = 0
-    share: float = 1.0  # moving average of the share of selected rows
+    share: float = 1.0  # moving average of the share of selected rows; 1: none is known
     counts: dict[str, int | Tensor] = field(default_factory=dict)
     guard: Memory = field(default_factory=dict)
     watched: Watched = field(default_factory=Watched)

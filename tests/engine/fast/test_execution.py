@@ -103,8 +103,6 @@ def batches(device, dtype=torch.float32):
 def run(net, spec, speed, device, dtype=torch.float64, **fields):
     model = build(net).to(device, dtype)
     adapter = fata.adapt(model, spec, speed=speed, lr=0.01, **fields)
-    if fields.get("threshold", 1.0) < 1:
-        adapter._engine.state.share = 0.5  # known from earlier batches
     return adapter, [adapter(images) for images in batches(device, dtype)]
 
 

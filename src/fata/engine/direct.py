@@ -27,7 +27,7 @@ class Direct:
 
     compile_seconds = 0.0
     compiles = False  # whether a pass is compiled when it runs
-    checks_pixels = False  # whether a step raises NotFiniteError by itself
+    captures_steps = False  # whether a step is captured, and raises NotFiniteError by itself
 
     def __init__(self, step: Step) -> None:
         self.step, self.network = step, step.network

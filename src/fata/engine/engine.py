@@ -173,10 +173,10 @@ class Engine:
         return self.adapts and self.state.watched.phase is not Phase.REST
 
     @property
-    def checks_pixels(self) -> bool:
+    def captures_steps(self) -> bool:
         """Whether the next step raises NotFiniteError by itself."""
         custom = isinstance(self.method, CustomStep)
-        return self.learns and not custom and self.execution.checks_pixels
+        return self.learns and not custom and self.execution.captures_steps
 
     def step(self, images: Tensor) -> Tensor:
         """Predict a batch and learn from it; if that fails, all is as it was before."""
@@ -342,7 +342,9 @@ class Engine:
         host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
         state.count(host=host, plus=plus)
         share = (torch.tensor(float(either)) / rows).item()
-        state.share = share if state.share == 1 else 0.9 * state.share + 0.1 * share
+        # Where steps are captured, a new number of rows costs more than some batches in one pass.
+        at_once = state.share == 1 and not self.execution.captures_steps
+        state.share = share if at_once else 0.9 * state.share + 0.1 * share
         return chosen, bool(host), bool(plus), self.coupled or fine == rows
 
     def _recover(self) -> bool:

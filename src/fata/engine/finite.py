@@ -19,7 +19,7 @@ def run(engine: Engine, images: Tensor, learning: bool) -> Tensor:
     """
     engine.selected = engine.loss = None
     predict = engine.step if learning else engine.predict_only
-    if learning and len(images) and engine.checks_pixels:
+    if learning and len(images) and engine.captures_steps:
         with suppress(NotFiniteError):  # what follows would wait for the device
             return predict(images).detach()
     finite = images.flatten(1).isfinite().all(1)

@@ -119,7 +119,7 @@ class Fast(Direct):
         self._halves = []
 
     @property
-    def checks_pixels(self) -> bool:  # type: ignore[override]
+    def captures_steps(self) -> bool:  # type: ignore[override]
         """What came of captures can be undone when it is known that a pixel is not finite."""
         return not self._directly
 

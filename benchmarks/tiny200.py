@@ -211,6 +211,11 @@ def averages(networks: Networks) -> None:
     print(markdown(["method", *titles, "mean", *harm], rows))
 
 
+def data_of(model: str) -> str:
+    """What images a network is for, in a word."""
+    return next((one for one in ("mini", "tiny200") if model.startswith(one)), "ImageNet")
+
+
 def sources(name: str) -> dict[tuple[str, str], dict[str, Cells]]:
     """The unadapted models of kept runs."""
     return {at: {"source": methods["source"]} for at, methods in by_variant(kept(name)).items()}
@@ -269,12 +274,11 @@ def main() -> None:
     source = sources("tiny200")
     newer = by_variant(kept("newer-tiny200"))
     averages({at: {**source[at], **methods} for at, methods in newer.items()})
-    others = by_variant(kept("newer-scenarios"))
-    for family, scenario in sorted({(model.split("_")[0], name) for model, name in others}):
+    others = by_variant([*kept("newer-scenarios"), *kept("newer-imagenet")])
+    for family, scenario in sorted({(data_of(model), name) for model, name in others}):
         print(f"\n# The newer hosts: {family}, {scenario}")
-        averages(
-            {at: m for at, m in others.items() if at[0].startswith(family) and at[1] == scenario}
-        )
+        own = {at: m for at, m in others.items() if (data_of(at[0]), at[1]) == (family, scenario)}
+        averages(own)
     print("\n# Default rates on the extra corruptions, BatchNorm blended")
     averages(by_variant(kept("default-rates")))
     print("\n# Default rates on the 15, BatchNorm blended")

@@ -337,4 +337,4 @@ def _same(shares: Tensor, rows: Tensor) -> Tensor:
 
 def _odds(same: Tensor, classes: Tensor) -> Tensor:
     """E."""
-    return (same - 1 / classes.shape[-1]).clamp(min=0) / (1 - same).clamp(min=1e-3)
+    return (same - 1 / classes.shape[-1]).clamp(min=0) / (1 - same).clamp(min=1e-6)

@@ -15,6 +15,7 @@ from torch import Tensor
 from fata.distributed.ranks import Ranks
 from fata.guard.events import Health
 
+FEW = 32  # images; fewer show little of their classes, and of BatchNorm's statistics
 POINT = 0.01  # of the accuracy, that may be lost
 CERTAIN = 100.0  # log odds of what needs no evidence, such as logits that have become NaN
 
@@ -57,7 +58,7 @@ def compare(
     now = now[~now[:, 2].isnan()]
     fine = now[now[:, 1] >= 0]
     latest = fine if latest is None else torch.cat((latest, fine))[-max(rows, len(fine)) :]
-    x = _harm(latest, classes, real)
+    x = _harm(latest, max(FEW, len(fine)), classes, real)
     here, certain = x[len(x) - len(fine) :], CERTAIN * (len(now) - len(fine))
     harm = (bet * (here - POINT).clamp(min=-1)).log1p().sum().item() + certain
     gain = (-bet * here).log1p().sum().item() - certain
@@ -68,13 +69,13 @@ def compare(
     return Evidence(latest[-rows:], harm, gain, health)
 
 
-def _harm(rows: Tensor, classes: int, real: float) -> Tensor:
-    """The x of each row."""
+def _harm(rows: Tensor, here: int, classes: int, real: float) -> Tensor:
+    """The x of each row, of which so many are of this check."""
     s, a = rows[:, 0].long(), rows[:, 1].long()
     p, d = rows[:, 2], rows[:, 3]
     most = torch.maximum(s.bincount(minlength=classes), a.bincount(minlength=classes)).to(p)
     expected = torch.full_like(most, len(p) / classes)
-    unequal = _between(s, p, classes) > real
+    unequal = max(_between(s[-some:], p[-some:], classes) for some in (len(s), here)) > real
     if unequal:
         expected = s.bincount(p.square(), minlength=classes) * len(p) / p.square().sum()
     beyond = (most - expected) / (most + expected).clamp(min=1).sqrt()

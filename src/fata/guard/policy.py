@@ -15,12 +15,11 @@ from torch import Tensor
 
 from fata.distributed.ranks import Ranks
 from fata.guard.events import Event, Health, Phase, Watched
-from fata.guard.evidence import CERTAIN, compare, predictions
+from fata.guard.evidence import CERTAIN, FEW, compare, predictions
 from fata.methods.base import in_range
 
 log = logging.getLogger("fata.guard")
 
-FEW = 32  # images; smaller batches are compared more often, and their statistics not trusted
 TURN = 2  # times `every`: batches in which the batch's statistics are judged once, without doubt
 ONE_BATCH = 0.5  # most log odds of a gain by one batch: its images are not independent
 FAILED = "%d failures: nothing is learned until reset(); adapter.guard.events says when"

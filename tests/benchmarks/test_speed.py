@@ -81,7 +81,7 @@ def test_a_line_a_method(call):
     [
         ("resnet_gn", "3", "settled", 1 / 16),
         ("resnet_bn", "1", "settled", 2 / 16),
-        ("resnet_bn", "1", "first", 80 / 256),
+        ("resnet_bn", "1", "first", 47 / 256),
     ],
 )
 def test_whole_turns_of_the_guards_checks(call, net, rounds, guard, checked):

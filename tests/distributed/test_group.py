@@ -70,6 +70,7 @@ def made(model, case, **more):
 
 def run(adapter, parts, share):
     """What is seen of a stream, or of a rank's share of it; the last batches meet it frozen."""
+    adapter._live().state.share = 0.5  # as of earlier batches: one pass for all counts others
     answers = []
     for part, split in zip(parts, SPLITS, strict=True):
         answers.append((adapter(share(part, split)), adapter.selected))

@@ -341,10 +341,9 @@ class Engine:
         rows = self.group.rows(len(finite))
         host, plus, either, fine = self.group.numbers(*chosen, chosen.any(0), finite)
         state.count(host=host, plus=plus)
-        share = (torch.tensor(float(either)) / rows).item()
         # Where steps are captured, a new number of rows costs more than some batches in one pass.
-        at_once = state.share == 1 and not self.execution.captures_steps
-        state.share = share if at_once else 0.9 * state.share + 0.1 * share
+        kept = 0.9 * (state.share < 1 or self.execution.captures_steps)
+        state.share = kept * state.share + (1 - kept) * (torch.tensor(float(either)) / rows).item()
         return chosen, bool(host), bool(plus), self.coupled or fine == rows
 
     def _recover(self) -> bool:

@@ -352,8 +352,7 @@ class Engine:
         if not self.method.recover(state.host):
             return False
         state.count(recovered=1)
-        state.theta, state.velocity = self.source, torch.zeros_like(self.source)
-        state.host, state.share = {}, 1.0
+        state.return_to(self.source)
         return True
 
     def update(self, gradient: Tensor, lr: float, nesterov: bool = False) -> None:

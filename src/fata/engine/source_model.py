@@ -85,8 +85,8 @@ class SourceModel:
     def restart(self, state: State) -> None:
         """Give the adapted model the source weights, and no momentum or memory."""
         source = self._functions.source
-        state.theta, state.velocity = source, torch.zeros_like(source)
-        state.host, state.plus, state.share = {}, {}, 1.0
+        state.return_to(source)
+        state.plus = {}
         self._functions.theta.write(source)
 
     def leave_statistics(self, state: State) -> None:

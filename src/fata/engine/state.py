@@ -45,6 +45,11 @@ class State:
             setattr(self, name, {at: tensor.to(device) for at, tensor in memory.items()})
         self.counts = {name: int(number) for name, number in self.counts.items()}
 
+    def return_to(self, source: Tensor) -> None:
+        """Go on from the source weights, with no momentum and no memory of the host."""
+        self.theta, self.velocity = source, torch.zeros_like(source)
+        self.host, self.share = {}, 1.0
+
     def restarted(self, source: Tensor) -> State:
         """As before the first batch; random draws, counters and the guard's events go on."""
         return State(

@@ -35,16 +35,16 @@ def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ra
     From the logits of the source model, of the adapted one, and of the source weights with the
     batch's statistics, if there are any.
     """
-    p, s = source.float().softmax(1).max(1)
-    a = logits.argmax(1).masked_fill(logits.isnan().any(1), -1)
-    d = torch.zeros_like(p)
+    top, a = logits.max(1)
+    p, s = q, b = source.float().softmax(1).max(1)
     if beside is not None:
         q, b = beside.float().softmax(1).max(1)
-        d = torch.where((a == b) & (a != s), p - q, 0.0).nan_to_num(0.0)
     total, here = group.place(len(p))
-    rows = p.new_zeros(total, 4)
-    rows[here] = torch.stack((s.to(p), a.to(p), p, d), 1)
-    return group.sum(rows).cpu()
+    rows = p.new_zeros(total, 6)
+    rows[here] = torch.stack((s.to(p), a.to(p), p, b.to(p), q, top.to(p)), 1)
+    s, a, p, b, q, top = group.sum(rows).cpu().unbind(1)  # few kernels: a GPU loads each at first
+    d = torch.where((a == b) & (a != s), p - q, 0.0).nan_to_num(0.0)
+    return torch.stack((s, a.masked_fill(top.isnan(), -1), p, d), 1)
 
 
 def compare(

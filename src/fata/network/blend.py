@@ -58,7 +58,9 @@ class Source(NamedTuple):
     mean: Tensor
     var: Tensor
     deviation: Tensor
-    centre: Tensor  # the mean, in units of the deviation
+    scale: Tensor  # 1 / deviation
+    offset: Tensor  # of a channel, in units of the deviation: x scale + offset is its shift
+    unmoved: Tensor  # its A and sqrt(Q)
 
 
 class Layer(NamedTuple):
@@ -76,6 +78,8 @@ class Past(NamedTuple):
     images: Tensor
     part: Tensor  # of the batch, if all of it counts
     chance: Tensor  # k (1 / (B - 1) + 1 / n + E')
+    uneven: Tensor  # k E
+    rows: Tensor  # B
 
 
 class StreamStatistics(BatchStatistics):
@@ -94,10 +98,11 @@ class StreamStatistics(BatchStatistics):
         self._mean, self._var = self._joined("running_mean"), self._joined("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
-        sizes = torch.tensor(self._sizes, device=self._mean.device)
-        self._owner = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes)
-        self._order = self._owner.repeat(len(VECTORS)).argsort(stable=True)  # to by layer,
-        self._back = self._order.argsort()  # and back
+        sizes = torch.tensor(self._sizes)
+        owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+        order = owner.repeat(len(VECTORS)).argsort(stable=True)  # to by layer, and back
+        places = (part.to(self._mean.device) for part in (owner, order, order.argsort()))
+        self._owner, self._order, self._back = places
         self._source = self._by_layer()
         self._rows_now = 0  # of the batch that is observed
         self._past: list[Past] = []
@@ -140,7 +145,8 @@ class StreamStatistics(BatchStatistics):
             self._rows_now = rows = self._ranks.rows(rows)
             kept = self._kept(memory["images"])
             chance = 1 / kept + _odds(memory["alike"], memory["shares"]) + 1 / max(rows - 1, 1)
-            past = kept, rows / (kept + rows), CLASSES * chance
+            every = (torch.ones_like(kept) * own for own in (CLASSES * memory["imbalance"], rows))
+            past = kept, rows / (kept + rows), CLASSES * chance, *every
             parts = (torch.split(one, 1) for one in past)
             self._past = [Past(*own) for own in zip(*parts, strict=True)]
             yield
@@ -230,34 +236,34 @@ class StreamStatistics(BatchStatistics):
         """
         assert self._before is not None
         own, old, past = self._source[place], self._before[place], self._past[place]
-        rows = self._rows_now
         first, length, pixels = _moments(x, own.mean.dtype)
-        centre, length = first / own.deviation, length / own.deviation
-        shift = centre - own.centre
-        moved = shift.square()
-        square = torch.addcmul(moved, length, length, value=1 / pixels)
-        square = torch.addcmul(square, centre, centre, value=-1).clamp(min=0)
-        each = torch.cat((shift, square.sqrt(), square, moved.sum(1, keepdim=True)), 1)
-        here = self._mean_row(each)
-        finite = (here - here).sum() == 0  # else NaN
+        shift = torch.addcmul(own.offset, first, own.scale)
+        length = length * own.scale
+        square = torch.addcmul(-own.offset * own.offset, length, length, value=1 / pixels)
+        square = torch.addcmul(square, shift, own.offset, value=2).clamp(min=0)
+        here = self._mean_row(torch.cat((shift, square.sqrt(), square, shift * shift), 1))
 
-        new = torch.where(finite, here[:-1], old.packed)
-        shift, rms, square = _unpacked(new)
-        squares = torch.addcmul(torch.addcmul(square, shift, shift, value=-1), rms, rms, value=-1)
-        within = torch.where(finite, (here[-1:] + squares.sum()).clamp(min=0), old.variance)
-        apart = (new - old.packed)[: 2 * len(own.mean)].square().sum()  # D'
+        size = len(own.mean)
+        means, squares = here[: 2 * size], here[2 * size :]
+        within = squares.sum() - (means * means).sum()
+        finite = within < math.inf  # NaN is not
+        new = torch.where(finite, here[: 3 * size], old.packed)
+        within = torch.where(finite, within, old.variance).clamp(min=0)
+        apart = _apart(new[: 2 * size], old.packed[: 2 * size])  # D'
 
         likely = past.chance * torch.lerp(old.variance, within, past.part)
-        images = past.images * (likely / apart).nan_to_num(1).clamp(max=1) + rows
-        part = rows / images
+        agrees = (likely / apart).nan_to_num(1).clamp(max=1)
+        images = torch.addcmul(past.rows, past.images, agrees)
+        part = past.rows / images
         packed = torch.lerp(old.packed, new, part)
-        variance = torch.lerp(old.variance, within, part) + part * (1 - part) * apart
+        spread = torch.addcmul(within + apart, part, apart, value=-1)
+        variance = torch.lerp(old.variance, spread, part)
 
         shift, _, square = _unpacked(packed)
-        distance = shift.square().sum() + (square.sqrt() - 1).square().sum()
-        doubt = 1 / (images - 1) + CLASSES * self._memory["imbalance"]
-        weight = (1 - doubt * variance / distance).clamp(0, 1)
-        return Layer(packed, variance, images, weight.nan_to_num(0))  # one image proves nothing
+        distance = _apart(torch.cat((shift, square.sqrt())), own.unmoved)
+        doubt = past.uneven + (images - 1).reciprocal()
+        weight = torch.addcmul(distance, doubt, variance, value=-1) / distance
+        return Layer(packed, variance, images, weight.clamp(0, 1).nan_to_num(0))
 
     def _mean_row(self, rows: Tensor) -> Tensor:
         """Mean of some rows over all ranks."""
@@ -278,9 +284,12 @@ class StreamStatistics(BatchStatistics):
         return images.clamp(max=max(IMAGES - self._rows_now, 0))
 
     def _by_layer(self) -> list[Source]:
-        flat = self._mean, self._var, self._deviation, self._mean / self._deviation
-        parts = (torch.split(one, self._sizes) for one in flat)
-        return [Source(*own) for own in zip(*parts, strict=True)]
+        scale = 1 / self._deviation
+        flat = self._mean, self._var, self._deviation, scale, -self._mean * scale
+        parts = zip(*(torch.split(one, self._sizes) for one in flat), strict=True)
+        still = torch.zeros_like(self._mean), torch.ones_like(self._mean)
+        unmoved = (torch.cat([one[:size] for one in still]) for size in self._sizes)
+        return [Source(*own, at) for own, at in zip(parts, unmoved, strict=True)]
 
     def _enter(self, memory: Memory) -> list[Layer]:
         """Begin with this memory; returns its layers."""
@@ -312,7 +321,7 @@ def blended(
     """Mean and variance between the source's (weight 0) and the stream's (weight 1)."""
     moved = weight * shift
     wider = weight * torch.addcmul(square - 1, moved, shift, value=-1)
-    var = torch.addcmul(var, wider, deviation.square())
+    var = torch.addcmul(var, wider * deviation, deviation)
     return torch.addcmul(mean, moved, deviation), var.clamp(min=0)
 
 
@@ -328,6 +337,11 @@ def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     pixels = tuple(range(2, x.ndim))
     length = torch.linalg.vector_norm(x, dim=pixels, dtype=dtype)
     return x.mean(pixels, dtype=dtype), length, math.prod(x.shape[2:])
+
+
+def _apart(one: Tensor, other: Tensor) -> Tensor:
+    """Squared distance."""
+    return nn.functional.mse_loss(one, other, reduction="sum")
 
 
 def _same(shares: Tensor, rows: Tensor) -> Tensor:

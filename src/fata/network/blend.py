@@ -284,12 +284,11 @@ class StreamStatistics(BatchStatistics):
         return images.clamp(max=max(IMAGES - self._rows_now, 0))
 
     def _by_layer(self) -> list[Source]:
-        scale = 1 / self._deviation
+        scale, still = 1 / self._deviation, torch.zeros_like(self._mean)
         flat = self._mean, self._var, self._deviation, scale, -self._mean * scale
-        parts = zip(*(torch.split(one, self._sizes) for one in flat), strict=True)
-        still = torch.zeros_like(self._mean), torch.ones_like(self._mean)
-        unmoved = (torch.cat([one[:size] for one in still]) for size in self._sizes)
-        return [Source(*own, at) for own, at in zip(parts, unmoved, strict=True)]
+        parts = [torch.split(one, self._sizes) for one in flat]
+        unmoved = [torch.cat((still[:size], still[:size] + 1)) for size in self._sizes]
+        return [Source(*own) for own in zip(*parts, unmoved, strict=True)]
 
     def _enter(self, memory: Memory) -> list[Layer]:
         """Begin with this memory; returns its layers."""

@@ -2,7 +2,8 @@
 
 Prints what docs/lab/tiny200.md and docs/balance.md show, from the kept runs: every method on the 15
 corruptions, other scenarios, ablations, class balance against the hosts (on the embedded networks
-and ImageNet images, too), the newer hosts, and methods at their default rates.
+and ImageNet images, too), the newer hosts, the default beside NEO, and methods at their default
+rates.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ FORMS = ("", "+fata", "+fata, FATA balanced", "+fata, both balanced")
 HALF = " 1/2"  # FATA at half weight
 FAR = 2.0  # points
 SHOWN = 5  # harmed streams of a method, at most
+RECOMMENDED = ("eata+fata, both balanced 1/2", "neo", "neo+fata")  # the default, and two others
 BALANCE = {  # archives; of two runs of a stream the later counts
     "Tiny-ImageNet networks": ("tiny200", "balance-tiny200"),
     "embedded networks": ("balance-mini",),
@@ -211,6 +213,35 @@ def averages(networks: Networks) -> None:
     print(markdown(["method", *titles, "mean", *harm], rows))
 
 
+def recommended(networks: Networks) -> None:
+    """Print what the default and NEO gain on the better of source and norm, where all of them ran.
+
+    `norm` was not measured on ResNet-50: a row is without it.
+    """
+    groups: dict[tuple[str, str], list[list[float]]] = {}
+    for (model, scenario), methods in networks.items():
+        if not all(name in methods for name in RECOMMENDED):
+            continue
+        places = [("all", ""), (scenario, data_of(model)), (scenario, model)]
+        if model != "resnet50":
+            places.append(("all but resnet50", ""))
+        known = ("source", "norm", *RECOMMENDED)
+        own = shared({name: methods[name] for name in known if name in methods})
+        for corruption in own["source"]:
+            best = max(own[name][corruption] for name in known[:2] if name in own)
+            gains = [points(own[name][corruption], best) for name in RECOMMENDED]
+            for where in places:
+                groups.setdefault(where, []).append(gains)
+    rows = []
+    for where, group in sorted(groups.items()):
+        each = list(zip(*group, strict=True))
+        means = [f"{mean(gains):+.2f}" for gains in each]
+        harmed = [f"{sum(gain < -HARM for gain in gains)}" for gains in each]
+        rows.append([*where, f"{len(group)}", *means, *harmed, *(f"{min(g):+.2f}" for g in each)])
+    titles = [f"{name}{fact}" for fact in ("", ": harmed", ": worst") for name in RECOMMENDED]
+    print(markdown(["scenario", "data", "streams", *titles], rows))
+
+
 def data_of(model: str) -> str:
     """What images a network is for, in a word."""
     return next((one for one in ("mini", "tiny200") if model.startswith(one)), "ImageNet")
@@ -279,6 +310,11 @@ def main() -> None:
         print(f"\n# The newer hosts: {family}, {scenario}")
         own = {at: m for at, m in others.items() if (data_of(at[0]), at[1]) == (family, scenario)}
         averages(own)
+    print("\n# The default and NEO, above the better of source and norm")
+    known = [r for r in kept("tiny200") if variant(r) in ("source", "norm")]
+    default = [r for r in kept("default-rates-15") if variant(r) == RECOMMENDED[0]]
+    names = ("newer-tiny200", "newer-scenarios", "newer-imagenet")
+    recommended(by_variant([*known, *default, *(r for name in names for r in kept(name))]))
     print("\n# Default rates on the extra corruptions, BatchNorm blended")
     averages(by_variant(kept("default-rates")))
     print("\n# Default rates on the 15, BatchNorm blended")

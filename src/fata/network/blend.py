@@ -25,9 +25,11 @@ The past counts as far as a batch of B images agrees with it:
 so that after a change of domain the stream's statistics begin again, and classes that take turns
 change nothing.
 
-A batch is part of its own statistics; no gradient flows through them. All later passes, until the
-next batch, use these statistics as they are, so that the layers' own buffers can hold them. E of
-the first batch is by the predictions with the source's statistics, which is one more pass.
+A batch is part of its own statistics; no gradient flows through them. Once it is predicted, the
+memory counts each of its images 1 / sqrt(N), N: images with its predicted class among the latest,
+so that what comes again and again is not taken for a shift. All later passes, until the next batch,
+use the memory as it is, so that the layers' own buffers can hold its statistics. E of the first
+batch is by the predictions with the source's statistics, which is one more pass.
 """
 
 from __future__ import annotations
@@ -60,26 +62,57 @@ class Source(NamedTuple):
     deviation: Tensor
     scale: Tensor  # 1 / deviation
     offset: Tensor  # of a channel, in units of the deviation: x scale + offset is its shift
-    unmoved: Tensor  # its A and sqrt(Q)
 
 
-class Layer(NamedTuple):
-    """The memory of one layer."""
+class Known(NamedTuple):
+    """The memory of one layer, or of all."""
 
-    packed: Tensor  # VECTORS, one after the other
+    vectors: Tensor  # VECTORS
     variance: Tensor
     images: Tensor
     weight: Tensor
 
 
 class Past(NamedTuple):
-    """What of a layer's past may count."""
+    """What of that may count, in each layer."""
 
     images: Tensor
     part: Tensor  # of the batch, if all of it counts
     chance: Tensor  # k (1 / (B - 1) + 1 / n + E')
     uneven: Tensor  # k E
     rows: Tensor  # B
+
+
+class Channels:
+    """Channels of one layer."""
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums over a layer's values, some for each channel."""
+        return values.sum().reshape(1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """For each channel its layer's value."""
+        return values
+
+
+class AllChannels(Channels):
+    """Channels of all layers, one after the other."""
+
+    def __init__(self, sizes: list[int], device: torch.device) -> None:
+        counts = torch.tensor(sizes)
+        places, ends = torch.arange(max(sizes, default=0)), counts.cumsum(0)
+        filled = (ends - counts)[:, None] + places
+        empty = places >= counts[:, None]
+        self._owner = torch.arange(len(sizes)).repeat_interleave(counts).to(device)
+        self._filled = filled.masked_fill(empty, int(counts.sum())).to(device)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums over a layer's values, some for each channel."""
+        return nn.functional.pad(values.sum(0), (0, 1))[self._filled].sum(1)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """For each channel its layer's value."""
+        return values[self._owner]
 
 
 class StreamStatistics(BatchStatistics):
@@ -98,17 +131,15 @@ class StreamStatistics(BatchStatistics):
         self._mean, self._var = self._joined("running_mean"), self._joined("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
-        sizes = torch.tensor(self._sizes)
-        owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-        order = owner.repeat(len(VECTORS)).argsort(stable=True)  # to by layer, and back
-        places = (part.to(self._mean.device) for part in (owner, order, order.argsort()))
-        self._owner, self._order, self._back = places
+        self._all = AllChannels(self._sizes, self._mean.device)
         self._source = self._by_layer()
         self._rows_now = 0  # of the batch that is observed
-        self._past: list[Past] = []
-        self._before: list[Layer] | None = None  # in the memory; None: no batch is observed
+        self._past: Past | None = None  # None: no batch is observed
+        self._pasts: list[Past] = []  # of each layer
+        self._before: list[Known] | None = None  # likewise, in the memory; None: it has no part
         self._memory: Memory = {}
-        self._found: dict[BatchNorm, Layer] = {}  # with the batch
+        self._found: dict[BatchNorm, Known] = {}  # with the batch
+        self._images: dict[BatchNorm, Tensor] = {}  # a, s, s^2 and a^2 of each of its images
 
     def source(self, layer: nn.Module) -> tuple[Tensor, Tensor] | None:
         """Mean and variance that a layer had before the first batch; None: it has none."""
@@ -128,8 +159,8 @@ class StreamStatistics(BatchStatistics):
         same = _same(self._shares(logits, rows), new(()) + rows)
         return {
             "shift": new(len(self._mean)),
-            "square": torch.ones_like(self._mean),
             "rms": torch.ones_like(self._mean),
+            "square": torch.ones_like(self._mean),
             **{name: new(layers) for name in SCALARS},
             "shares": new(logits.shape[1]),
             "rows": new(()),
@@ -146,9 +177,9 @@ class StreamStatistics(BatchStatistics):
             kept = self._kept(memory["images"])
             chance = 1 / kept + _odds(memory["alike"], memory["shares"]) + 1 / max(rows - 1, 1)
             every = (torch.ones_like(kept) * own for own in (CLASSES * memory["imbalance"], rows))
-            past = kept, rows / (kept + rows), CLASSES * chance, *every
-            parts = (torch.split(one, 1) for one in past)
-            self._past = [Past(*own) for own in zip(*parts, strict=True)]
+            self._past = Past(kept, rows / (kept + rows), CLASSES * chance, *every)
+            parts = (torch.split(one, 1) for one in self._past)
+            self._pasts = [Past(*own) for own in zip(*parts, strict=True)]
             yield
         finally:
             self._leave()
@@ -164,15 +195,11 @@ class StreamStatistics(BatchStatistics):
 
     def observed(self, logits: Tensor) -> Memory:
         """The memory with the batch that was passed, while still observing."""
-        assert self._before is not None
         before, rows = self._memory, self._rows_now
         kept = self._kept(before["rows"])
         here, part = self._shares(logits, rows), rows / (kept + rows)
         shares = torch.lerp(before["shares"], here, part)
-        layers = zip(self._known, self._before, strict=True)
-        found = [self._found.get(layer, past) for layer, past in layers]
-        packed, *scalars = (torch.cat(parts) for parts in zip(*found, strict=True))
-        vectors = packed[self._back].view(len(VECTORS), -1)
+        vectors, *scalars = self._weighed(shares[logits.argmax(1)].rsqrt())
         return {
             **dict(zip((*VECTORS, *SCALARS), (*vectors, *scalars), strict=True)),
             "shares": shares,
@@ -185,7 +212,7 @@ class StreamStatistics(BatchStatistics):
         """Put the statistics of a memory in force; of an empty one, the source's."""
         mean, var = self._mean, self._var
         if memory:
-            weight = memory["weight"][self._owner]
+            weight = self._all.spread(memory["weight"])
             parts = mean, var, self._deviation, memory["shift"], memory["square"], weight
             mean, var = blended(*parts)
         buffers = [layer._buffers for layer in self._known]
@@ -197,9 +224,8 @@ class StreamStatistics(BatchStatistics):
     def move(self, device: torch.device) -> None:
         """Follow the model to another device."""
         self._mean, self._var = self._mean.to(device), self._var.to(device)
-        self._deviation, self._owner = self._deviation.to(device), self._owner.to(device)
+        self._deviation, self._all = self._deviation.to(device), AllChannels(self._sizes, device)
         self._source = self._by_layer()
-        self._order, self._back = self._order.to(device), self._back.to(device)
 
     def settle(self) -> None:
         """Back to how it was made: an interrupt may keep a context from being left."""
@@ -220,58 +246,51 @@ class StreamStatistics(BatchStatistics):
         mean, var = own.mean, own.var
         if self.active and self._before is not None:
             if layer not in self._found:
-                self._found[layer] = self._observe(input_of(args, kwargs).detach(), place)
-            packed, *_, weight = self._found[layer]
-            shift, _, square = _unpacked(packed)
+                images = self._each(input_of(args, kwargs).detach(), own)
+                given = self._mean_row(images), self._before[place], self._pasts[place]
+                self._images[layer], self._found[layer] = images, _joined(*given, Channels())
+            (shift, _, square), *_, weight = self._found[layer]
             mean, var = blended(mean, var, own.deviation, shift, square, weight)
         like = layer._buffers["running_mean"]
         dtype = mean.dtype if like is None else like.dtype
         override(layer, mean.to(dtype), var.to(dtype))
 
-    def _observe(self, x: Tensor, place: int) -> Layer:
-        """What is known of a layer, with its input of this batch.
+    def _each(self, x: Tensor, own: Source) -> Tensor:
+        """a, s, s^2 and a^2 of each image, by a layer's input.
 
-        Kernels are few, and none writes as much as the input: there are as many layers as in the
-        pass itself.
+        Kernels are few here and in `_joined`, and none writes as much as the input: there are as
+        many layers as in the pass itself.
         """
-        assert self._before is not None
-        own, old, past = self._source[place], self._before[place], self._past[place]
         first, length, pixels = _moments(x, own.mean.dtype)
-        shift = torch.addcmul(own.offset, first, own.scale)
-        length = length * own.scale
+        shift, length = torch.addcmul(own.offset, first, own.scale), length * own.scale
         square = torch.addcmul(-own.offset * own.offset, length, length, value=1 / pixels)
         square = torch.addcmul(square, shift, own.offset, value=2).clamp(min=0)
-        here = self._mean_row(torch.cat((shift, square.sqrt(), square, shift * shift), 1))
+        return torch.stack((shift, square.sqrt(), square, shift * shift), 1)
 
-        size = len(own.mean)
-        means, squares = here[: 2 * size], here[2 * size :]
-        within = squares.sum() - (means * means).sum()
-        finite = within < math.inf  # NaN is not
-        new = torch.where(finite, here[: 3 * size], old.packed)
-        within = torch.where(finite, within, old.variance).clamp(min=0)
-        apart = _apart(new[: 2 * size], old.packed[: 2 * size])  # D'
-
-        likely = past.chance * torch.lerp(old.variance, within, past.part)
-        agrees = (likely / apart).nan_to_num(1).clamp(max=1)
-        images = torch.addcmul(past.rows, past.images, agrees)
-        part = past.rows / images
-        packed = torch.lerp(old.packed, new, part)
-        spread = torch.addcmul(within + apart, part, apart, value=-1)
-        variance = torch.lerp(old.variance, spread, part)
-
-        shift, _, square = _unpacked(packed)
-        distance = _apart(torch.cat((shift, square.sqrt())), own.unmoved)
-        doubt = past.uneven + (images - 1).reciprocal()
-        weight = torch.addcmul(distance, doubt, variance, value=-1) / distance
-        return Layer(packed, variance, images, weight.clamp(0, 1).nan_to_num(0))
+    def _weighed(self, weights: Tensor) -> Known:
+        """The memory with the batch, each of whose images weighs so much."""
+        assert self._past is not None
+        weights = weights / self._over_ranks(weights.sum())
+        found = []
+        for layer, size in zip(self._known, self._sizes, strict=True):
+            images = self._images.get(layer, weights.new_zeros(0, 4, size))
+            by_image = len(images) == len(weights)
+            each = images * weights[:, None, None] if by_image else images * weights.sum()
+            found.append(each.sum(0) if by_image else each.mean(0))  # NaN, if it was not called
+        here = self._over_ranks(torch.cat(found, 1))
+        return _joined(here, _known(self._memory), self._past, self._all)
 
     def _mean_row(self, rows: Tensor) -> Tensor:
         """Mean of some rows over all ranks."""
         if self._ranks is SINGLE:
             return rows.mean(0)
-        here = torch.cat((rows.sum(0), rows.new_full((1,), len(rows))))
-        there = self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
-        return there[:-1] / there[-1]
+        here = torch.cat((rows.sum(0).flatten(), rows.new_full((1,), len(rows))))
+        there = self._over_ranks(here)
+        return (there[:-1] / there[-1]).view(rows.shape[1:])
+
+    def _over_ranks(self, here: Tensor) -> Tensor:
+        """Sum over all ranks that have images."""
+        return self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
 
     def _shares(self, logits: Tensor, rows: int) -> Tensor:
         """Shares of the predicted classes."""
@@ -284,23 +303,22 @@ class StreamStatistics(BatchStatistics):
         return images.clamp(max=max(IMAGES - self._rows_now, 0))
 
     def _by_layer(self) -> list[Source]:
-        scale, still = 1 / self._deviation, torch.zeros_like(self._mean)
+        scale = 1 / self._deviation
         flat = self._mean, self._var, self._deviation, scale, -self._mean * scale
-        parts = [torch.split(one, self._sizes) for one in flat]
-        unmoved = [torch.cat((still[:size], still[:size] + 1)) for size in self._sizes]
-        return [Source(*own) for own in zip(*parts, unmoved, strict=True)]
+        parts = (torch.split(one, self._sizes) for one in flat)
+        return [Source(*own) for own in zip(*parts, strict=True)]
 
-    def _enter(self, memory: Memory) -> list[Layer]:
-        """Begin with this memory; returns its layers."""
-        flat = torch.cat([memory[name] for name in VECTORS])[self._order]
-        packed = torch.split(flat, [len(VECTORS) * size for size in self._sizes])
-        scalars = (torch.split(memory[name], 1) for name in SCALARS)
-        self._memory, self._found = memory, {}
-        self._before = [Layer(*parts) for parts in zip(packed, *scalars, strict=True)]
+    def _enter(self, memory: Memory) -> list[Known]:
+        """Begin with this memory; returns that of each layer."""
+        vectors, *scalars = _known(memory)
+        parts = torch.split(vectors, self._sizes, 1), *(torch.split(one, 1) for one in scalars)
+        self._memory, self._found, self._images = memory, {}, {}
+        self._before = [Known(*own) for own in zip(*parts, strict=True)]
         return self._before
 
     def _leave(self) -> None:
-        self._before, self._memory, self._found = None, {}, {}
+        self._before = self._past = None
+        self._memory, self._found, self._images = {}, {}, {}
 
     def _joined(self, name: str) -> Tensor:
         return torch.cat([widened(getattr(layer, name)).clone() for layer in self._known])
@@ -324,9 +342,34 @@ def blended(
     return torch.addcmul(mean, moved, deviation), var.clamp(min=0)
 
 
-def _unpacked(packed: Tensor) -> Tensor:
-    """VECTORS of one layer."""
-    return packed.view(len(VECTORS), -1)
+def _known(memory: Memory) -> Known:
+    """Of all layers."""
+    return Known(torch.stack([memory[n] for n in VECTORS]), *(memory[n] for n in SCALARS))
+
+
+def _joined(here: Tensor, old: Known, past: Past, channels: Channels) -> Known:
+    """A memory with a batch, of which A, S, Q and the mean of a^2 are `here`."""
+    means, squares = here[:2], here[2:]
+    within = channels.sums(squares) - channels.sums(means * means)
+    finite = within < math.inf  # NaN is not
+    new = torch.where(channels.spread(finite), here[:3], old.vectors)
+    within = torch.where(finite, within, old.variance).clamp(min=0)
+    change = (new - old.vectors)[:2]
+    apart = channels.sums(change * change)  # D'
+
+    likely = past.chance * torch.lerp(old.variance, within, past.part)
+    images = torch.addcmul(past.rows, past.images, (likely / apart).nan_to_num(1).clamp(max=1))
+    part = past.rows / images
+    vectors = torch.lerp(old.vectors, new, channels.spread(part))
+    spread = torch.addcmul(within + apart, part, apart, value=-1)
+    variance = torch.lerp(old.variance, spread, part)
+
+    shift, _, square = vectors
+    away = torch.stack((shift, square.sqrt() - 1))
+    distance = channels.sums(away * away)
+    doubt = past.uneven + (images - 1).reciprocal()
+    weight = torch.addcmul(distance, doubt, variance, value=-1) / distance
+    return Known(vectors, variance, images, weight.clamp(0, 1).nan_to_num(0))
 
 
 def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
@@ -338,14 +381,9 @@ def _moments(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
     return x.mean(pixels, dtype=dtype), length, math.prod(x.shape[2:])
 
 
-def _apart(one: Tensor, other: Tensor) -> Tensor:
-    """Squared distance."""
-    return nn.functional.mse_loss(one, other, reduction="sum")
-
-
 def _same(shares: Tensor, rows: Tensor) -> Tensor:
     """P, by the shares of the predicted classes of some images."""
-    return (rows * shares.square().sum() - 1) / (rows - 1).clamp(min=1)
+    return (rows * (shares * shares).sum() - 1) / (rows - 1).clamp(min=1)
 
 
 def _odds(same: Tensor, classes: Tensor) -> Tensor:

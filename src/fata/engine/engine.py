@@ -260,6 +260,8 @@ class Engine:
         lr = self.theta.rates(state.theta.new_full((), rate))
         moving = Moving(state.theta, state.velocity, lr)
         dense = bool(self.theta.names) and (self.coupled or state.share >= DENSE)
+        if self.network.blend and self.method.select_runs_model:
+            dense = False  # a capture learns behind the selection, by the statistics then in force
         seen = self.execution.see(given, moving, dense, partial(self._batch, images))
         terms, moved, state.norm = seen.terms, seen.moved, seen.norm
         self.selected = terms.host.rows, terms.plus.rows

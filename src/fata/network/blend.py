@@ -132,7 +132,7 @@ class StreamStatistics(BatchStatistics):
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
         self._all = AllChannels(self._sizes, self._mean.device)
-        self._source = self._by_layer()
+        self._source = self._sources()
         self._rows_now = 0  # of the batch that is observed
         self._past: Past | None = None  # None: no batch is observed
         self._pasts: list[Past] = []  # of each layer
@@ -199,9 +199,10 @@ class StreamStatistics(BatchStatistics):
         kept = self._kept(before["rows"])
         here, part = self._shares(logits, rows), rows / (kept + rows)
         shares = torch.lerp(before["shares"], here, part)
-        vectors, *scalars = self._weighed(shares[logits.argmax(1)].rsqrt())
+        known = self._weighed(shares[logits.argmax(1)].rsqrt())
+        self._found = dict(zip(self._known, self._by_layer(known), strict=True))
         return {
-            **dict(zip((*VECTORS, *SCALARS), (*vectors, *scalars), strict=True)),
+            **dict(zip((*VECTORS, *SCALARS), (*known.vectors, *known[1:]), strict=True)),
             "shares": shares,
             "rows": kept + rows,
             "imbalance": _odds(_same(shares, kept + rows), shares),
@@ -225,7 +226,7 @@ class StreamStatistics(BatchStatistics):
         """Follow the model to another device."""
         self._mean, self._var = self._mean.to(device), self._var.to(device)
         self._deviation, self._all = self._deviation.to(device), AllChannels(self._sizes, device)
-        self._source = self._by_layer()
+        self._source = self._sources()
 
     def settle(self) -> None:
         """Back to how it was made: an interrupt may keep a context from being left."""
@@ -302,7 +303,7 @@ class StreamStatistics(BatchStatistics):
         """How many images of the past count, with those of this batch."""
         return images.clamp(max=max(IMAGES - self._rows_now, 0))
 
-    def _by_layer(self) -> list[Source]:
+    def _sources(self) -> list[Source]:
         scale = 1 / self._deviation
         flat = self._mean, self._var, self._deviation, scale, -self._mean * scale
         parts = (torch.split(one, self._sizes) for one in flat)
@@ -310,11 +311,14 @@ class StreamStatistics(BatchStatistics):
 
     def _enter(self, memory: Memory) -> list[Known]:
         """Begin with this memory; returns that of each layer."""
-        vectors, *scalars = _known(memory)
-        parts = torch.split(vectors, self._sizes, 1), *(torch.split(one, 1) for one in scalars)
         self._memory, self._found, self._images = memory, {}, {}
-        self._before = [Known(*own) for own in zip(*parts, strict=True)]
+        self._before = self._by_layer(_known(memory))
         return self._before
+
+    def _by_layer(self, known: Known) -> list[Known]:
+        vectors = torch.split(known.vectors, self._sizes, 1)
+        scalars = (torch.split(one, 1) for one in known[1:])
+        return [Known(*own) for own in zip(vectors, *scalars, strict=True)]
 
     def _leave(self) -> None:
         self._before = self._past = None

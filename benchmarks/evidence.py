@@ -64,7 +64,6 @@ ABLATIONS = (
 )  # fmt: skip
 CONSTANTS = (
     (rule, "POINT", 0.0), (policy, "ONE_BATCH", 9.0), (policy, "FEW", 1),
-    (policy, "TURN", 1 / 16), (policy, "TURN", 100),
 )  # fmt: skip
 HARM = -1.0  # percentage points
 

@@ -20,7 +20,6 @@ from fata.methods.base import in_range
 
 log = logging.getLogger("fata.guard")
 
-TURN = 2  # times `every`: batches in which the batch's statistics are judged once, without doubt
 ONE_BATCH = 0.5  # most log odds of a gain by one batch: its images are not independent
 FAILED = "%d failures: nothing is learned until reset(); adapter.guard.events says when"
 LATEST = 400  # events that are kept: more would make the state of a ResNet-50 over 650 KiB
@@ -37,7 +36,8 @@ class Guard:
         bet: k, what is bet on an image; see `fata.guard.evidence`.
         level: of the odds of harm that puts the adapted model aside.
         real: above it, a correlation or a difference of confidences is taken to be real.
-        trial: predictions of the source model before an adapted one that still does harm restarts.
+        trial: images that the source model predicts before an adapted one that still does harm
+            restarts; once in so many the batch's statistics are judged without doubt.
         slower: factor of the rate when it does.
         patience: restarts before the model rests.
     """
@@ -59,23 +59,22 @@ class Guard:
         for name in ("part", "bet", "level", "real", "slower"):
             in_range(self, name, 0, 1)
 
-    @property
-    def limit(self) -> float:
-        """The log odds at which something follows."""
-        return -math.log(self.level) if self.level else math.inf
+    def limit(self, trusted: int = 0) -> float:
+        """The log odds at which something follows; more with each return, or alarms go on."""
+        return -math.log(self.level) * (1 + trusted) if self.level else math.inf
 
 
 # In a phase, the first of its conditions that holds decides: the action, and the next phase.
 TRANSITIONS: tuple[tuple[Phase, Callable[[Guard, Watched], bool], str, Phase], ...] = (
-    (Phase.ADAPTING, lambda g, w: w.harm > g.limit, "aside", Phase.ASIDE),
-    (Phase.ASIDE, lambda g, w: w.gain > g.limit * (1 + w.trusted), "trusted", Phase.ADAPTING),
+    (Phase.ADAPTING, lambda g, w: w.harm > g.limit(w.trusted), "aside", Phase.ASIDE),
+    (Phase.ASIDE, lambda g, w: w.gain > g.limit(w.trusted), "trusted", Phase.ADAPTING),
     (Phase.ASIDE, lambda g, w: _failed(g, w) and w.failures < g.patience, "back", Phase.ASIDE),
     (Phase.ASIDE, lambda g, w: _failed(g, w), "rest", Phase.REST),
 )
 
 
 def _failed(guard: Guard, watched: Watched) -> bool:
-    return watched.aside >= guard.trial and watched.harm > guard.limit
+    return watched.aside >= guard.trial and watched.harm > guard.limit()
 
 
 class Engine(Protocol):
@@ -129,7 +128,7 @@ class Watch:
         watched.since += not self.resting
         if self.resting or not (watched.source_predicts or self._due(rows)):
             return logits  # at rest the engine predicted with the source weights
-        turn, latest = TURN * self.guard.every, engine.state.guard.get("latest", ())
+        turn, latest = max(1, self.guard.trial // rows), engine.state.guard.get("latest", ())
         judged = len(latest) < self.guard.rows or watched.since // turn > watched.last // turn
         judged = judged or watched.source_predicts or watched.harm > 0
         watched.last = watched.since

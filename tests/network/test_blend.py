@@ -295,3 +295,19 @@ def test_what_comes_again_and_again_is_no_shift():
     leaning = (plain - source.running_mean) / unit - memory(even)["shift"]
     left = memory(odd)["shift"] - memory(even)["shift"]
     assert left.norm() < 0.8 * leaning.norm()
+
+
+def test_a_layer_whose_rows_are_parts_of_images_gets_its_own():
+    class Parts(Net):
+        def forward(self, x):
+            return (
+                super()
+                .forward(x.unfold(2, 2, 2).permute(0, 2, 1, 4, 3).flatten(0, 1))
+                .view(len(x), 2, -1)
+                .mean(1)
+            )
+
+    adapter = adapted(Parts())
+    for seed in range(4):
+        adapter(stream(torch.arange(64) % 4, shift=3.0, scale=2.0, seed=seed))
+    assert memory(adapter)["weight"] > 0.9

@@ -128,7 +128,7 @@ class StreamStatistics(BatchStatistics):
         self._known = [layer for layer, _, _ in self._layers if layer.running_mean is not None]
         self._places = {layer: place for place, layer in enumerate(self._known)}
         self._sizes = [layer.num_features for layer in self._known]
-        self._mean, self._var = self._joined("running_mean"), self._joined("running_var")
+        self._mean, self._var = self._flat("running_mean"), self._flat("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
         self._all = AllChannels(self._sizes, self._mean.device)
@@ -324,7 +324,7 @@ class StreamStatistics(BatchStatistics):
         self._before = self._past = None
         self._memory, self._found, self._images = {}, {}, {}
 
-    def _joined(self, name: str) -> Tensor:
+    def _flat(self, name: str) -> Tensor:
         return torch.cat([widened(getattr(layer, name)).clone() for layer in self._known])
 
 

@@ -37,6 +37,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -95,24 +96,20 @@ class Channels:
         return values
 
 
+@dataclass
 class AllChannels(Channels):
-    """Channels of all layers, one after the other."""
+    """Channels of all layers, one after the other; by kernels that a first pass loads anyhow."""
 
-    def __init__(self, sizes: list[int], device: torch.device) -> None:
-        counts = torch.tensor(sizes)
-        places, ends = torch.arange(max(sizes, default=0)), counts.cumsum(0)
-        filled = (ends - counts)[:, None] + places
-        empty = places >= counts[:, None]
-        self._owner = torch.arange(len(sizes)).repeat_interleave(counts).to(device)
-        self._filled = filled.masked_fill(empty, int(counts.sum())).to(device)
+    sizes: list[int]
 
     def sums(self, values: Tensor) -> Tensor:
         """Sums over a layer's values, some for each channel."""
-        return nn.functional.pad(values.sum(0), (0, 1))[self._filled].sum(1)
+        return torch.stack([own.sum() for own in torch.split(values, self.sizes, 1)])
 
     def spread(self, values: Tensor) -> Tensor:
         """For each channel its layer's value."""
-        return values[self._owner]
+        layers = zip(torch.split(values, 1), self.sizes, strict=True)
+        return torch.cat([own.expand(size) for own, size in layers])
 
 
 class StreamStatistics(BatchStatistics):
@@ -131,7 +128,7 @@ class StreamStatistics(BatchStatistics):
         self._mean, self._var = self._flat("running_mean"), self._flat("running_var")
         eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
         self._deviation = (self._var + torch.cat(eps)).sqrt()
-        self._all = AllChannels(self._sizes, self._mean.device)
+        self._all = AllChannels(self._sizes)
         self._source = self._sources()
         self._rows_now = 0  # of the batch that is observed
         self._past: Past | None = None  # None: no batch is observed
@@ -156,7 +153,7 @@ class StreamStatistics(BatchStatistics):
         """The memory before the first batch, by its logits with the source's statistics."""
         new, layers = self._mean.new_zeros, len(self._known)
         rows = self._ranks.rows(len(logits))
-        same = _same(self._shares(logits, rows), new(()) + rows)
+        same = _same(self._shares(self._predicted(logits), rows), new(()) + rows)
         return {
             "shift": new(len(self._mean)),
             "rms": torch.ones_like(self._mean),
@@ -197,9 +194,10 @@ class StreamStatistics(BatchStatistics):
         """The memory with the batch that was passed, while still observing."""
         before, rows = self._memory, self._rows_now
         kept = self._kept(before["rows"])
-        here, part = self._shares(logits, rows), rows / (kept + rows)
+        predicted, part = self._predicted(logits), rows / (kept + rows)
+        here = self._shares(predicted, rows)
         shares = torch.lerp(before["shares"], here, part)
-        known = self._weighed(shares[logits.argmax(1)].rsqrt())
+        known = self._weighed((predicted * shares).sum(1).sqrt().reciprocal())
         self._found = dict(zip(self._known, self._by_layer(known), strict=True))
         return {
             **dict(zip((*VECTORS, *SCALARS), (*known.vectors, *known[1:]), strict=True)),
@@ -225,7 +223,7 @@ class StreamStatistics(BatchStatistics):
     def move(self, device: torch.device) -> None:
         """Follow the model to another device."""
         self._mean, self._var = self._mean.to(device), self._var.to(device)
-        self._deviation, self._all = self._deviation.to(device), AllChannels(self._sizes, device)
+        self._deviation = self._deviation.to(device)
         self._source = self._sources()
 
     def settle(self) -> None:
@@ -293,11 +291,14 @@ class StreamStatistics(BatchStatistics):
         """Sum over all ranks that have images."""
         return self._ranks.sum(here if self._ranks.real else torch.zeros_like(here))
 
-    def _shares(self, logits: Tensor, rows: int) -> Tensor:
-        """Shares of the predicted classes."""
+    def _predicted(self, logits: Tensor) -> Tensor:
+        """1 for the predicted class of each image, 0 for others."""
         classes = torch.arange(logits.shape[1], device=logits.device)
-        predicted = (logits.argmax(1)[:, None] == classes).sum(0).to(self._mean.dtype)
-        return self._ranks.sum(predicted * self._ranks.real) / rows
+        return (logits.argmax(1)[:, None] == classes).to(self._mean.dtype)
+
+    def _shares(self, predicted: Tensor, rows: int) -> Tensor:
+        """Shares of the predicted classes."""
+        return self._ranks.sum(predicted.sum(0) * self._ranks.real) / rows
 
     def _kept(self, images: Tensor) -> Tensor:
         """How many images of the past count, with those of this batch."""

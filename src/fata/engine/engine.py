@@ -190,8 +190,7 @@ class Engine:
             if self.watch:
                 logits = self.watch.see(images, logits)
                 if self.state.watched.source_predicts:
-                    self.selected = None  # what was learned from is not what is predicted
-                    self.source_predicted = True
+                    self.selected, self.source_predicted = None, True  # others were learned from
             self.state.count(seen=len(images))
             self.group.tally(self.state.counts, before.counts)
             if not self._moves:
@@ -259,9 +258,8 @@ class Engine:
         rate = self.rate(self.group.rows(len(images))) * state.watched.scale
         lr = self.theta.rates(state.theta.new_full((), rate))
         moving = Moving(state.theta, state.velocity, lr)
-        dense = bool(self.theta.names) and (self.coupled or state.share >= DENSE)
-        if self.network.blend and self.method.select_runs_model:
-            dense = False  # a capture learns behind the selection, by the statistics then in force
+        behind = self.network.blend and self.method.select_runs_model  # as a capture learns
+        dense = bool(self.theta.names) and not behind and (self.coupled or state.share >= DENSE)
         seen = self.execution.see(given, moving, dense, partial(self._batch, images))
         terms, moved, state.norm = seen.terms, seen.moved, seen.norm
         self.selected = terms.host.rows, terms.plus.rows

@@ -10,8 +10,7 @@ A recording holds, for some batches of a stream, the label of each image, both m
 and the source's confidence, with BatchNorm also what the batch's statistics predict: enough to try
 a guard without running a network again. The streams are clean images and the four corruptions that
 the benchmark never uses. While the source predicts, the adapted model learns as it did when it was
-recorded; once it restarts, it is taken to be as good as the source. Older recordings (`signs`) have
-no confidence.
+recorded; once it restarts, it is taken to be as good as the source.
 """
 
 from __future__ import annotations
@@ -69,13 +68,17 @@ HARM = -1.0  # percentage points
 
 
 class Shown(NamedTuple):
-    """One batch: logits of three predictions, and how many of the first two are right."""
+    """One batch: logits of three predictions, and the labels."""
 
     source: Tensor
     adapted: Tensor
     beside: Tensor | None  # the source weights with the batch's statistics
-    right: int  # of the adapted model
-    right_source: int
+    labels: Tensor
+
+    def gain(self, returned: Tensor) -> int:
+        """How many more images are right than by the source model."""
+        right = returned.argmax(1) == self.labels
+        return int(right.sum() - (self.source.argmax(1) == self.labels).sum())
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ class Recording:
     @property
     def gain(self) -> float:
         """Of the adapted model over the source, in percentage points."""
-        return 100 * sum(b.right - b.right_source for b in self.batches) / self.images
+        return 100 * sum(batch.gain(batch.adapted) for batch in self.batches) / self.images
 
 
 # -- recording --------------------------------------------------------------------------------
@@ -141,28 +144,18 @@ def recordings() -> Iterator[Recording]:
             labels, answers, still, sure, *moved = (torch.tensor(column) for column in columns)
             source = _logits(still, cell["classes"], sure / 1000)
             beside = _logits(moved[0], cell["classes"], moved[1] / 1000) if moved else None
-            right = (answers == labels).sum().item(), (still == labels).sum().item()
-            batches.append(Shown(source, _logits(answers, cell["classes"]), beside, *right))
+            batches.append(Shown(source, _logits(answers, cell["classes"]), beside, labels))
         group = "BatchNorm" if "_bn" in cell["model"] else "GroupNorm"
         group = "200 classes" if cell["classes"] == 200 else group
         yield Recording(f"{group}, {cell['scenario'].split()[0]}", batches, cell["every"])
-    for cell in lines("signs"):
-        if cell["scenario"] != "normal" or "_bn" in cell["model"]:
-            continue  # those are of another source model, or need its confidence
-        batches = []
-        for batch in cell["batches"]:
-            rows = torch.tensor(batch["pairs"])
-            answers, still = rows[:, :2].repeat_interleave(rows[:, 2], 0).T
-            pair = _logits(still, cell["classes"]), _logits(answers, cell["classes"])
-            batches.append(Shown(*pair, None, batch["right"], batch["still"]))
-        yield Recording(f"{cell['model']}, normal, older", batches, 1)
 
 
-def _logits(classes: Tensor, of: int, confidence: Tensor | float = 0.5) -> Tensor:
-    """Of rows with these predictions and confidences."""
-    sure = torch.as_tensor(confidence).clamp(1.01 / of, 0.999)
+def _logits(classes: Tensor, of: int, confidence: Tensor | None = None) -> Tensor:
+    """Of rows with these predictions and confidences (None: one half)."""
+    sure = torch.full(classes.shape, 0.5) if confidence is None else confidence
+    sure = sure.clamp(1.01 / of, 0.999)
     margin = (sure * (of - 1) / (1 - sure)).log()
-    return torch.nn.functional.one_hot(classes, of) * margin.reshape(-1, 1)
+    return torch.nn.functional.one_hot(classes, of) * margin[:, None]
 
 
 def kept_gain(recording: Recording, guard: Guard) -> float:
@@ -181,7 +174,7 @@ def kept_gain(recording: Recording, guard: Guard) -> float:
         state.batches += recording.every
         if watch.events and watch.events[-1].action in ("back", "rest"):
             break
-        total += now.right - now.right_source if returned is now.adapted else 0
+        total += now.gain(returned)
     return 100 * total / recording.images
 
 

@@ -6,11 +6,11 @@
         --file guard.jsonl
     python -m benchmarks.guard --assets DIR --models vit_tiny resnet50      # `benchmarks.imagenet`
     python -m benchmarks.guard --streams long                               # 50,000 images each
+    python -m benchmarks.guard --methods auto --rates 1                     # as `fata.adapt` comes
     python -m benchmarks.guard --show guard.jsonl
 
 Each line of the file is one stream: the accuracy of `source` and `norm`, of a method with the guard
-and without, the guard's events, and the estimates of `adapter.health`. A guard without events
-changes nothing, so the method without it runs only if there were events. Each of the `--jobs`
+and without, the guard's events, and the estimates of `adapter.health`. Each of the `--jobs`
 processes draws streams of its own. One that fails is reported, and the next one is drawn.
 """
 
@@ -164,12 +164,10 @@ class Case:
         if has_running(guarded.model):
             rivals.append("norm")
         still = {name: fata.adapt(self.load().model, name, speed=self.speed) for name in rivals}
-        accuracy, checks = self._measure({"with": guarded, **still})
+        ways = {"with": guarded, "without": self.adapter(guard=False), **still}
+        accuracy, checks = self._measure(ways)
         assert guarded.guard is not None
         events = [(event.batch, event.action) for event in guarded.guard.events]
-        accuracy["without"] = accuracy["with"]
-        if events:
-            accuracy |= self._measure({"without": self.adapter(guard=False)})[0]
         told = {k: v for k, v in asdict(self).items() if k != "assets"}
         return {
             **told, "data": data_name(self.data), **accuracy, "events": events,
@@ -200,8 +198,8 @@ def cases(args: argparse.Namespace, seed: int) -> Iterator[Case]:
         small = STREAMS[stream].get("batch_size", 64) < 4
         few = args.images // {"gradual": 16}.get(stream, 4 if small or len(several) > 1 else 1)
         yield Case(
-            rng.choice(args.models), args.data, stream, tuple(several), rng.choice(METHODS),
-            rng.choice((1,) if stream == "long" else (1, 10)), few, args.device, args.speed,
+            rng.choice(args.models), args.data, stream, tuple(several), rng.choice(args.methods),
+            rng.choice((1,) if stream == "long" else args.rates), few, args.device, args.speed,
             args.assets,
         )  # fmt: skip
 
@@ -256,6 +254,8 @@ def main() -> None:
         "--streams", nargs="+", default=list(DRAWN), choices=list(STREAMS), metavar="NAME",
         help=f"of {'; '.join(STREAMS)} (default: all but long)".replace("%", "%%"),
     )  # fmt: skip
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), metavar="SPEC")
+    parser.add_argument("--rates", nargs="+", type=int, default=[1, 10], metavar="TIMES")
     parser.add_argument("--images", type=int, default=2000, help="of a stream")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--speed", default="exact", choices=("exact", "fast"))

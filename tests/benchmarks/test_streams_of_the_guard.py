@@ -63,6 +63,7 @@ def drawn(number, seed=0, **changes):
     """The first cases of a draw."""
     values = {"models": [MODEL], "data": "embedded", "images": 64, "judge": False}
     values |= {"device": "cpu", "speed": "exact", "assets": "", "streams": guard.DRAWN}
+    values |= {"methods": guard.METHODS, "rates": (1, 10)}
     return list(islice(guard.cases(argparse.Namespace(**{**values, **changes}), seed), number))
 
 
@@ -78,7 +79,6 @@ def test_a_result_counts_what_the_adapters_predict():
     model = fata.zoo.load(MODEL).model
     right = sum((model(i).argmax(1) == labels).sum() for i, labels, _ in case("normal").batches())
     assert found["source"] == pytest.approx(100 * right.item() / 96)
-    assert found["events"] or found["with"] == found["without"]
     assert "norm" not in found  # no BatchNorm
     json.dumps(found)
 

@@ -46,6 +46,14 @@ def test_images_that_move_to_a_frequent_class_are_harm():
     assert found.gain < 0
 
 
+def test_images_that_moved_to_a_frequent_class_are_worse():
+    """And those of which the adapted model says nothing; not those that left such a class."""
+    own, moved = predicted(EVEN), predicted([0, 0, 0, *EVEN[3:10], 9, *EVEN[11:]])
+    moved[5] = own[7] = torch.nan
+    worse = shown((own, moved)).worse
+    assert worse.nonzero().flatten().tolist() == [1, 2, 5]
+
+
 def test_images_that_leave_a_class_that_is_predicted_too_often_are_gain():
     """The source is not surer of that class than of others."""
     own, spread = predicted([0 if n % 2 else c for n, c in enumerate(EVEN)]), predicted(EVEN)

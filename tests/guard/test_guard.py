@@ -10,6 +10,7 @@ import torch
 import fata
 from fata.bench.cell import Cell, key
 from fata.bench.run.runner import CellRunner
+from fata.guard.evidence import Evidence
 from fata.methods import SPECS
 from fata.zoo import tiny
 from precision import DOUBLE
@@ -174,7 +175,7 @@ def test_a_class_that_is_masked_out_hides_no_collapse():
 def at_rest(monkeypatch, tmp_path):
     """An adapter whose guard has given up, and the file of its state."""
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
-    monkeypatch.setattr(type(adapter.guard), "_odds", lambda *_: HARM)
+    told(monkeypatch, adapter, HARM)
     for images in batches(8):
         adapter(images)
     adapter.save(tmp_path / "s.safetensors")
@@ -224,7 +225,7 @@ def test_a_look_that_fails_leaves_all_as_it_was(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(adapter.guard), "_odds", broken)
+        patch.setattr(type(adapter.guard), "_compared", broken)
         with pytest.raises(KeyboardInterrupt):
             adapter(images[1])
     assert all(torch.equal(v, tensors(adapter)[k]) for k, v in before.items())
@@ -296,12 +297,15 @@ def test_a_guarded_cell_is_another_cell_and_tells_what_was_done():
     assert result["counts"]["rows_source"] > 0
 
 
-def told(monkeypatch, adapter, *signs):
-    """The evidence of the next checks, the last of them for ever."""
+def told(monkeypatch, adapter, *signs, worse=0):
+    """The evidence of the next checks, the last of them for ever; so many images are worse."""
     left = list(signs)
-    monkeypatch.setattr(
-        type(adapter.guard), "_odds", lambda *_: left.pop(0) if len(left) > 1 else left[0]
-    )
+
+    def compared(watch, source, *others):
+        harm, gain = left.pop(0) if len(left) > 1 else left[0]
+        return Evidence(source, harm, gain, None, torch.arange(len(source)) < worse)
+
+    monkeypatch.setattr(type(adapter.guard), "_compared", compared)
 
 
 def events(adapter):
@@ -328,6 +332,25 @@ def test_a_model_in_doubt_learns_while_its_source_answers(monkeypatch, tmp_path,
         adapter.load(tmp_path / "s.safetensors")
     assert events(adapter) == [(3, "aside"), (9, "trusted")]
     assert adapter.counts["stepped"] == 10
+
+
+def test_what_moves_to_a_frequent_class_is_answered_by_the_source_until_a_gain_is_likely(
+    monkeypatch,
+):
+    """It is learned from as ever."""
+    free = fata.adapt(build("resnet_gn"), "tent", guard=None, lr=0.01)
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(every=1), lr=0.01)
+    told(monkeypatch, adapter, GAIN, worse=3)
+    source = build("resnet_gn").eval()
+    for number, images in enumerate(batches(8), 1):
+        expected, found = free(images), adapter(images)
+        assert torch.equal(found[3:], expected[3:])
+        with torch.no_grad():
+            assert torch.equal(found[:3], source(images)[:3]) == (number <= 4)
+        assert torch.equal(found[:3], expected[:3]) == (number == 1 or number > 4)
+    assert events(adapter) == []
+    before, after = tensors(free), tensors(adapter)
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize(
@@ -510,11 +533,13 @@ def test_the_batchs_statistics_are_judged_at_first_in_doubt_and_at_times(monkeyp
     """Every batch is checked, but they need a forward pass of their own."""
     guard = fata.Guard(every=2, part=0.0, rows=96, trial=128)
     adapter = fata.adapt(build("resnet_bn"), "tent", guard=guard, lr=0.01)
-    model, odds, judged = adapter._live().source_model, adapter.guard._odds, []
+    model, compared, judged = adapter._live().source_model, adapter.guard._compared, []
     beside = model.beside
     monkeypatch.setattr(model, "beside", lambda *given: judged.append(number) or beside(*given))
-    monkeypatch.setattr(adapter.guard, "_odds", lambda *given: (odds(*given), found)[1])
+    monkeypatch.setattr(
+        adapter.guard, "_compared", lambda *given: compared(*given)._replace(harm=harm, gain=-1.0)
+    )
     for number, images in enumerate(batches(20, rows=32), 1):
-        found = (guard.limit() / 2, -1.0) if number == 13 else (-5.0, -1.0)
+        harm = guard.limit() / 2 if number == 13 else -5.0
         adapter(images)
     assert judged == [1, 2, 3, 4, 8, 12, 14, 16, 20]  # three have 96 images; harm was seen at 13

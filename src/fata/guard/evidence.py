@@ -27,6 +27,7 @@ class Evidence(NamedTuple):
     harm: float  # log odds by the images of this check
     gain: float
     health: Health | None  # None: no image has been compared
+    worse: Tensor  # of each image: whether x > 0, or there is no a
 
 
 def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ranks) -> Tensor:
@@ -36,9 +37,8 @@ def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ra
     batch's statistics, if there are any.
     """
     top, a = logits.max(1)
-    p, s = q, b = source.float().softmax(1).max(1)
-    if beside is not None:
-        q, b = beside.float().softmax(1).max(1)
+    p, s = source.float().softmax(1).max(1)
+    q, b = (p, s) if beside is None else beside.float().softmax(1).max(1)
     total, here = group.place(len(p))
     rows = p.new_zeros(total, 6)
     rows[here] = torch.stack((s.to(p), a.to(p), p, b.to(p), q, top.to(p)), 1)
@@ -55,18 +55,17 @@ def compare(
     A row without a is harm; one without p, NaN, counts nothing. The latest `rows` are counted;
     `bet` is k, and `real` the limit of a correlation and of a difference of confidences.
     """
-    now = now[~now[:, 2].isnan()]
-    fine = now[now[:, 1] >= 0]
+    known, told = ~now[:, 2].isnan(), now[:, 1] >= 0
+    fine = now[known & told]
     latest = fine if latest is None else torch.cat((latest, fine))[-max(rows, len(fine)) :]
     x = _harm(latest, max(FEW, len(fine)), classes, real)
-    here, certain = x[len(x) - len(fine) :], CERTAIN * (len(now) - len(fine))
+    here, certain = x[len(x) - len(fine) :], CERTAIN * int((known & ~told).sum())
     harm = (bet * (here - POINT).clamp(min=-1)).log1p().sum().item() + certain
     gain = (-bet * here).log1p().sum().item() - certain
-    health = None
-    if len(latest):
-        confidence = latest[:, 2].mean().item()
-        health = Health(confidence, min(1.0, max(0.0, confidence - x.mean().item())))
-    return Evidence(latest[-rows:], harm, gain, health)
+    confidence, lost = latest[:, 2].mean().item(), x.mean().item()
+    health = Health(confidence, min(1.0, max(0.0, confidence - lost))) if len(latest) else None
+    worse = (~told).masked_scatter(known & told, here > 0)
+    return Evidence(latest[-rows:], harm, gain, health, worse)
 
 
 def _harm(rows: Tensor, here: int, classes: int, real: float) -> Tensor:

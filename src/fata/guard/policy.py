@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fata.distributed.ranks import Ranks
 from fata.guard.events import Event, Health, Phase, Watched
-from fata.guard.evidence import CERTAIN, FEW, compare, predictions
+from fata.guard.evidence import CERTAIN, FEW, Evidence, compare, predictions
 from fata.methods.base import in_range
 
 log = logging.getLogger("fata.guard")
@@ -132,15 +132,19 @@ class Watch:
         judged = len(latest) < self.guard.rows or watched.since // turn > watched.last // turn
         judged = judged or watched.source_predicts or watched.harm > 0
         watched.last = watched.since
-        source = engine.source_model.predict(images, engine.state)
+        source: Tensor = engine.source_model.predict(images, engine.state)
         beside = engine.source_model.beside(images, engine.state) if judged else None
-        harm, gain = self._odds(source, logits, beside)
-        harm += CERTAIN * (watched.since == 1 and beside is not None and rows < FEW)
-        watched.harm = max(0.0, watched.harm + harm)
-        watched.gain = max(0.0, watched.gain + min(ONE_BATCH, gain))
+        found = self._compared(source, logits, beside)
+        few = watched.since == 1 and beside is not None and rows < FEW
+        watched.harm = max(0.0, watched.harm + found.harm + CERTAIN * few)
+        watched.gain = max(0.0, watched.gain + min(ONE_BATCH, found.gain))
         watched.aside += rows if watched.source_predicts else 0
         self._decide()
-        return source if watched.source_predicts else logits
+        if watched.source_predicts:
+            return source
+        likely = watched.gain > self.guard.limit(watched.trusted) or not self.guard.level
+        worse = found.worse[engine.group.place(len(logits))[1], None].to(logits.device)
+        return logits if likely else source.where(worse, logits)
 
     def _due(self, rows: int) -> bool:
         """Whether the batch is compared; of small ones more are, for as many images."""
@@ -148,15 +152,15 @@ class Watch:
         most = min(guard.every, max(guard.every // 4, guard.every * rows // FEW))
         return watched.since - watched.last >= min(most, max(1, int(guard.part * watched.since)))
 
-    def _odds(self, source: Tensor, logits: Tensor, beside: Tensor | None) -> tuple[float, float]:
-        """Log odds of harm and gain by this batch alone."""
+    def _compared(self, source: Tensor, logits: Tensor, beside: Tensor | None) -> Evidence:
+        """What this batch shows, which is kept."""
         state, guard = self._engine.state, self.guard
         known = state.guard["latest"].cpu() if "latest" in state.guard else None
         now = predictions(source, logits, beside, self._engine.group)  # a wait for the device
         found = compare(known, now, source.shape[1], guard.rows, guard.bet, guard.real)
         state.guard = {**state.guard, "latest": found.latest.to(source.device)}
         state.watched.health = found.health
-        return found.harm, found.gain
+        return found
 
     def _decide(self) -> None:
         """The first transition that the odds call for."""
@@ -169,8 +173,7 @@ class Watch:
         if phase is Phase.ADAPTING:
             watched.trusted += 1
         elif watched.source_predicts:  # the adapted model begins again, slower
-            watched.failures += 1
-            watched.scale *= guard.slower
+            watched.failures, watched.scale = watched.failures + 1, watched.scale * guard.slower
             watched.since = watched.last = watched.trusted = 0
             self._engine.source_model.restart(state)
         event = Event(state.batches + 1, action, round(odds, 2), watched.scale)

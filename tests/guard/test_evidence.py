@@ -157,6 +157,7 @@ def test_what_batch_statistics_move_is_judged_by_confidence(source, batch, harm,
     own, moved = predicted(EVEN, source), predicted(SHIFTED, batch)
     found = shown((own, moved), (own, moved), beside=moved)
     assert (found.harm > 2, found.gain > 2) == (harm, gain)
+    assert found.worse.tolist() == [n % 3 == 0 and source > batch for n in range(len(EVEN))]
     without = shown((own, moved), (own, moved))
     assert max(without.harm, without.gain) < 0.5
 

@@ -27,7 +27,7 @@ class Evidence(NamedTuple):
     harm: float  # log odds by the images of this check
     gain: float
     health: Health | None  # None: no image has been compared
-    worse: Tensor  # of each image: whether x > 0, or there is no a
+    worse: Tensor  # of each image: p > q if a = b and a != s, else x > 0; true if there is no a
 
 
 def predictions(source: Tensor, logits: Tensor, beside: Tensor | None, group: Ranks) -> Tensor:
@@ -64,7 +64,7 @@ def compare(
     gain = (-bet * here).log1p().sum().item() - certain
     confidence, lost = latest[:, 2].mean().item(), x.mean().item()
     health = Health(confidence, min(1.0, max(0.0, confidence - lost))) if len(latest) else None
-    worse = (~told).masked_scatter(known & told, here > 0)
+    worse = (~told).masked_scatter(known & told, fine[:, 3].where(fine[:, 3] != 0, here) > 0)
     return Evidence(latest[-rows:], harm, gain, health, worse)
 
 

@@ -61,9 +61,6 @@ ABLATIONS = (
     {"bet": 0.15}, {"bet": 0.5}, {"level": 0.3}, {"level": 0.01}, {"real": 0.2}, {"real": 0.4},
     {"real": 1.0}, {"trial": 512}, {"trial": 8192},
 )  # fmt: skip
-CONSTANTS = (
-    (rule, "POINT", 0.0), (policy, "ONE_BATCH", 9.0), (policy, "FEW", 1),
-)  # fmt: skip
 HARM = -1.0  # percentage points
 
 
@@ -145,9 +142,8 @@ def recordings() -> Iterator[Recording]:
             source = _logits(still, cell["classes"], sure / 1000)
             beside = _logits(moved[0], cell["classes"], moved[1] / 1000) if moved else None
             batches.append(Shown(source, _logits(answers, cell["classes"]), beside, labels))
-        group = "BatchNorm" if "_bn" in cell["model"] else "GroupNorm"
-        group = "200 classes" if cell["classes"] == 200 else group
-        yield Recording(f"{group}, {cell['scenario'].split()[0]}", batches, cell["every"])
+        group = f"{cell['model']}, {cell['scenario'].split()[0]}"
+        yield Recording(group, batches, cell["every"])
 
 
 def _logits(classes: Tensor, of: int, confidence: Tensor | None = None) -> Tensor:
@@ -176,6 +172,19 @@ def kept_gain(recording: Recording, guard: Guard) -> float:
             break
         total += now.gain(returned)
     return 100 * total / recording.images
+
+
+def _batches_alone(*known: Any) -> rule.Evidence:
+    found = rule.compare(*known)
+    return found._replace(worse=torch.zeros_like(found.worse))
+
+
+CHANGES = {
+    "a lost point is harm": (rule, "POINT", 0.0),
+    "one batch may show a gain": (policy, "ONE_BATCH", 9.0),
+    "small batches are as others": (policy, "FEW", 1),
+    "no image keeps the source's prediction": (policy, "compare", _batches_alone),
+}
 
 
 def judge(streams: list[Recording], guard: Guard) -> dict[str, list[tuple[float, float]]]:
@@ -229,17 +238,16 @@ def main() -> None:
             show(judge(streams, guard))
             return
         for change in ABLATIONS:
-            ablated(
-                " ".join(f"{k}={v}" for k, v in change.items()), streams, replace(guard, **change)
-            )
+            said = " ".join(f"`{k}={v}`" for k, v in change.items()) or "as it is"
+            ablated(said, streams, replace(guard, **change))
         blind = [
             replace(one, batches=[b._replace(beside=None) for b in one.batches]) for one in streams
         ]
         ablated("statistics do not count", blind, guard)
-        for module, name, value in CONSTANTS:
+        for said, (module, name, value) in CHANGES.items():
             before = getattr(module, name)
             setattr(module, name, value)
-            ablated(f"{name}={value}", streams, guard)
+            ablated(said, streams, guard)
             setattr(module, name, before)
         return
     if args.file is None:

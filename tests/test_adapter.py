@@ -779,7 +779,7 @@ def test_what_the_zoo_loads_is_not_the_model_itself(spec):
         (torch.zeros(16), r"give a batch of at least one image"),
         (torch.zeros(3, 16, 16), r"are one image: give a batch, image\[None\]"),
         (torch.zeros(2, 3, 16, 16, device="meta"), r"images are on meta and the model on cpu"),
-        ([1, 2], r"must be a tensor, got list"),
+        ([1, 2], r"must be a tensor, got list: .*torch.stack"),
     ],
 )
 def test_wrong_images(batch, message):

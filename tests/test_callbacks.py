@@ -152,3 +152,8 @@ def test_prometheus_metrics_are_counted():
     for model in ("source", "adapted"):
         found = registry.get_sample_value("fata_health", {"stream": "door", "model": model})
         assert found == getattr(one.health, model)
+
+
+def test_what_cannot_be_told_of_a_batch_is_refused():
+    with pytest.raises(TypeError, match=r"print.* has no on_step"):
+        adapted(print)

@@ -386,3 +386,8 @@ def test_a_reset_is_of_one_stream(tmp_path):
         assert torch.equal(adapted._live().theta.read(), adapted._live().source)
     with fleet.stream("south") as adapted:
         assert adapted.counts["seen"] == 24
+
+
+def test_what_is_no_adapter_is_told():
+    with pytest.raises(TypeError, match="give an adapter"):
+        fata.Fleet(network("resnet_gn"))

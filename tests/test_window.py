@@ -123,3 +123,10 @@ def test_a_wrong_size_is_told(size):
         fata.Window(adapters()[0], size)
     with pytest.raises(ValueError, match=r"every=.*at least 1"):
         fata.Window(adapters()[0], 4, size)
+
+
+def test_what_leaves_images_out_or_is_no_adapter_is_told():
+    with pytest.raises(ValueError, match=r"every=5.*at most size=4"):
+        fata.Window(adapters()[0], 4, every=5)
+    with pytest.raises(TypeError, match=r"give an adapter"):
+        fata.Window(adapters()[0].model, 4)

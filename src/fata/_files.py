@@ -24,6 +24,8 @@ def write_whole(path: str | os.PathLike[str], content: str | bytes) -> None:
     A full disk leaves what was there before. A symbolic link stays, and its target is written.
     """
     path = Path(os.path.realpath(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(path.parent)!r}; make it")
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     try:
         with temporary.open("wb") as file:

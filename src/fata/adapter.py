@@ -105,6 +105,9 @@ class Adapter(Stateful):
         if isinstance(model, Adapter):
             raise TypeError("model is an Adapter already; call unwrap() on it first.")
         check_model(model)
+        for callback in callbacks:
+            if not hasattr(callback, "on_step"):
+                raise TypeError(f"callbacks: {callback!r} has no on_step(record).")
         given = Settings(model)
         parts = model, method, plus, given, lr, params, fisher_data, guard, seed, speed, group
         engine = build(*parts, reset_every)
@@ -239,9 +242,9 @@ class Adapter(Stateful):
     def counts(self) -> dict[str, Any]:
         """Rows seen, selected by each term, passed forward and back; steps and recoveries.
 
-        `dropped` are steps that moved nothing: their gradient was zero or not finite. `rows_source`
-        are forward passes of the source model, for the guard. Set-up (Fisher, the pass that
-        prepares FATA's tap) is not counted.
+        `dropped` are steps that moved nothing: their gradient was zero or not finite. `kept` are
+        rows that the guard let keep the source model's prediction, and `rows_source` forward passes
+        of that model. Set-up (Fisher, the pass that prepares FATA's tap) is not counted.
         """
         with self._lock:
             return self._live().state.summary(self.method.name, self.plus is not None)

@@ -36,6 +36,7 @@ def run() -> None:
 
 
 def _as_ctrl_c(_: int, frame: FrameType | None) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler):  # a job in the background ignores Ctrl-C, but not this
         handler = signal.default_int_handler

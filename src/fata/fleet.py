@@ -79,6 +79,8 @@ class Fleet:
             whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
             if not (whole or (name == "save_every" and value is None)):
                 raise ValueError(f"Fleet({name}={value!r}): must be a whole number, at least 1.")
+        if not isinstance(adapter, Adapter):
+            raise TypeError("Fleet(adapter): give an adapter, such as fata.adapt(model).")
         if adapter.group is not SINGLE:
             raise ValueError("Fleet(adapter): an adapter of a group of ranks is not supported.")
         self.adapter, self.in_memory, self.save_every = adapter, in_memory, save_every

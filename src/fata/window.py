@@ -34,10 +34,14 @@ class Window:
     """
 
     def __init__(self, adapter: Adapter, size: int = 64, every: int | None = None) -> None:
+        if not isinstance(adapter, Adapter):
+            raise TypeError("Window(adapter): give an adapter, such as fata.adapt(model).")
         for name, value in (("size", size), ("every", every)):
             whole = isinstance(value, int) and not isinstance(value, bool) and value > 0
             if not (whole or (name == "every" and value is None)):
                 raise ValueError(f"Window({name}={value!r}): must be a whole number, at least 1.")
+        if every and every > size:
+            raise ValueError(f"Window(every={every}): at most size={size}, or images are left out.")
         self.adapter, self.size, self.every = adapter, size, every or size
         self._clear()
 

@@ -57,3 +57,12 @@ def test_a_wrong_rate_is_told(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, told)
     assert result.exit_code == 2
     assert "'fast'" in result.output
+
+
+def test_a_method_without_a_rate_is_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    told = ["tune", "--model", "mini_resnet_bn", "--methods", "tent,source"]
+    result = CliRunner().invoke(app, told)
+    assert result.exit_code == 2
+    assert "'source' has no learning rate to tune" in " ".join(result.output.split())
+    assert not (tmp_path / "tune.db").exists()

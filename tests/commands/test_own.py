@@ -140,7 +140,7 @@ def test_pixels_pass_through_as_they_are(things):
         ("things:no_preprocess", "return \\(model, fata.zoo.Preprocess"),
         ("things:fails", "RuntimeError: nothing here"),
         ("things:absent", "no attribute 'absent'"),
-        ("nowhere_module:build", "unknown model 'nowhere_module:build'.*my_module:build"),
+        ("nowhere_module:build", "unknown model .*There is no module 'nowhere_module'"),
     ],
 )
 def test_what_is_no_model_is_told(things, name, why):

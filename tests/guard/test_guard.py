@@ -349,6 +349,7 @@ def test_what_moves_to_a_frequent_class_is_answered_by_the_source_until_a_gain_i
             assert torch.equal(found[:3], source(images)[:3]) == (number <= 4)
         assert torch.equal(found[:3], expected[:3]) == (number == 1 or number > 4)
     assert events(adapter) == []
+    assert adapter.counts["kept"] == 4 * 3
     before, after = tensors(free), tensors(adapter)
     assert all(torch.equal(before[name], after[name]) for name in before)
 

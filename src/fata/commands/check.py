@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -38,6 +39,7 @@ def check(
     mine, nets = _load(method), net or list(tiny.NAMES)
     if unknown := [name for name in nets if name not in tiny.NAMES]:
         raise typer.BadParameter(f"{unknown[0]!r}: choose from {', '.join(tiny.NAMES)}")
+    logging.getLogger("fata").setLevel(logging.ERROR)  # warnings are for users of a model
     torch.set_num_threads(1)  # fastest for networks this small
     variants: list[Fata | None] = [None] if isinstance(mine, CustomStep) else [None, Fata()]
     failures: dict[str, dict[str, list[str]]] = {}

@@ -63,6 +63,7 @@ def tune(
     from fata.bench.run.runner import CellRunner
     from fata.bench.store import Store, StoreError
     from fata.data import DataError
+    from fata.methods import parse
     from fata.zoo import ZooError
 
     specs = [part.strip() for part in methods.split(",") if part.strip()]
@@ -75,6 +76,10 @@ def tune(
             for method in specs
             for rate in tried
         }
+        for method in specs:
+            host, plus = parse(plan[method, tried[0]][0].method)
+            if host.params is None and plus is None:
+                raise GridError(f"{method!r} has no learning rate to tune")
         source = tuning.cells(model, "source", **more)
         runner = CellRunner(chosen_device(device), fisher=fisher)
         results = Store(store)

@@ -15,7 +15,7 @@ from fata.distributed.heartbeat import Heartbeat
 from fata.distributed.ranks import SINGLE, Ranks, Shared, least_and_largest
 
 EVERY = 16  # batches between two checks that all ranks hold the same bits
-_ROWS = ("seen", "rows_forward", "rows_tail", "rows_backward", "rows_source")  # counted by each
+_ROWS = ("seen", "kept", "rows_forward", "rows_tail", "rows_backward", "rows_source")  # of each
 
 
 class GroupError(RuntimeError):

@@ -217,7 +217,10 @@ class Network:
     def check(self, images: Tensor) -> None:
         """Raise for what is no batch of images that the model could take."""
         if not isinstance(images, Tensor):
-            raise TypeError(f"images must be a tensor, got {type(images).__name__}.")
+            raise TypeError(
+                f"images must be a tensor, got {type(images).__name__}: torch.as_tensor(x), or "
+                f"torch.stack(x) for a list of tensors, makes one."
+            )
         if not images.is_floating_point():
             raise TypeError(
                 f"images are {images.dtype}: give floating-point images, preprocessed as the model "

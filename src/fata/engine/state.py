@@ -64,7 +64,7 @@ class State:
     def summary(self, host: str, plus: bool) -> dict[str, Any]:
         """The counters as plain numbers; waits for the device."""
         counts = {name: int(number) for name, number in self.counts.items()}
-        names = ("seen", "not_finite", "stepped", "dropped", "recovered", "reset")
+        names = ("seen", "not_finite", "stepped", "dropped", "recovered", "reset", "kept")
         rows = ("rows_forward", "rows_tail", "rows_backward", "rows_source")
         selected = {host: counts.get("host", 0)}
         if plus:

@@ -1,7 +1,4 @@
-"""The guard: when to compare with the source model, and what follows.
-
-It asks the engine for the source model's predictions; the engine does what it decides.
-"""
+"""The guard: it asks the engine for the source model's predictions, and decides what follows."""
 
 from __future__ import annotations
 
@@ -142,9 +139,11 @@ class Watch:
         self._decide()
         if watched.source_predicts:
             return source
-        likely = watched.gain > self.guard.limit(watched.trusted) or not self.guard.level
-        worse = found.worse[engine.group.place(len(logits))[1], None].to(logits.device)
-        return logits if likely else source.where(worse, logits)
+        if watched.gain > self.guard.limit(watched.trusted) or not self.guard.level:
+            return logits
+        worse = found.worse[engine.group.place(len(logits))[1]]
+        engine.state.count(kept=int(worse.sum()))
+        return source.where(worse[:, None].to(logits.device), logits)
 
     def _due(self, rows: int) -> bool:
         """Whether the batch is compared; of small ones more are, for as many images."""

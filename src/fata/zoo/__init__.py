@@ -58,11 +58,12 @@ def _load(name: str) -> Loaded:
         return own.load(name)
     if full := sources.tags(name):
         raise ZooError(f"{name!r} does not say which weights: choose {', '.join(full)}.")
-    names = (*PAPER, *embedded.NAMES)
+    names, module = (*PAPER, *embedded.NAMES), name.partition(":")[0]
+    missing = f" There is no module {module!r}." if ":" in name else ""
     raise ZooError(
         f"unknown model {name!r}: choose one of {', '.join(names)}, or give timm:NAME, "
         f"torchvision:NAME, hf:ID, FILE.safetensors:ARCH or your own my_module:build."
-        f"{near(name, names)}"
+        f"{missing}{near(name, names)}"
     )
 
 

@@ -237,7 +237,7 @@ def test_wrong_input_is_told(tmp_path, store):
         ((tmp_path / "empty.db",), "no results yet"),
         ((store.path, "--format", "pdf"), "choose from html"),
         ((store.path, "-o", tmp_path / "r.pdf"), "choose from html"),
-        ((store.path, "-o", tmp_path / "nowhere" / "r.html"), "cannot write"),
+        ((store.path, "-o", tmp_path / "nowhere" / "r.html"), "there is no folder"),
     ):
         result = report(*arguments)
         assert result.exit_code == 2

@@ -157,7 +157,7 @@ def _logits(classes: Tensor, of: int, confidence: Tensor | None = None) -> Tenso
 def kept_gain(recording: Recording, guard: Guard) -> float:
     """Of the predictions that the guard returns over the source's, in percentage points."""
     now = recording.batches[0]
-    state = SimpleNamespace(watched=Watched(), guard={}, batches=0)
+    state = SimpleNamespace(watched=Watched(), guard={}, batches=0, count=lambda **_: None)
     source = SimpleNamespace(
         predict=lambda *_: now.source, beside=lambda *_: now.beside, restart=lambda _: None
     )

@@ -52,6 +52,15 @@ def test_a_record_says_what_a_batch_came_to():
     assert len(kept.records) == 6
 
 
+def test_a_batch_that_is_not_learned_from_has_no_events():
+    """All its pixels are NaN; the event before it is not told twice."""
+    kept = Kept()
+    one = fata.adapt(network("resnet_bn"), "tent", callbacks=[kept])
+    one(BATCHES[0])  # eight images are too few for BatchNorm's statistics
+    one(BATCHES[0] * torch.nan)
+    assert [[event.action for event in record.events] for record in kept.records] == [["aside"], []]
+
+
 @pytest.mark.parametrize("net", ["resnet_gn", "resnet_bn"])
 def test_the_loss_is_what_was_minimised(net):
     """Of TENT the mean entropy before the step; None where no step was taken."""

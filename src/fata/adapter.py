@@ -56,8 +56,7 @@ class Adapter(Stateful):
             parameters or modules, or None: the method's choice.
         fisher_data: batches of clean images for EATA's penalty, one squared gradient a batch; or
             a Fisher computed before (`adapter.fisher`).
-        guard: watches for collapse and rolls back: True, or a `fata.Guard(...)` with other
-            settings; None or False: no guard.
+        guard: watches for collapse; a `fata.Guard(...)` has other settings, None is none.
         seed: of the adapter's own random numbers; the global generator is never touched.
         speed: `exact` (the model's own precision, bit-stable) or `fast` (on a GPU: bfloat16,
             captured passes; on a CPU with AMX: bfloat16). None: `fast` for a float32
@@ -123,6 +122,7 @@ class Adapter(Stateful):
         """Logits of the images, from before this batch was learned from (MEMO: after).
 
         A Hugging Face processor's output is taken too: `adapted(**inputs)`, its `pixel_values`.
+        While a gain is not yet likely, the guard may give images the source model's prediction.
 
         Rows with a pixel that is not finite get the logits that the plain model gives them, are
         never learned from, and do not affect the other rows.
@@ -132,9 +132,7 @@ class Adapter(Stateful):
         # Of several GPUs another may be the current one.
         place = torch.cuda.device_of(images)  # type: ignore[no-untyped-call]
         with self._lock, place, torch.inference_mode(False), torch.enable_grad():
-            if images.is_inference():
-                images = images.clone()
-            images = images.detach()
+            images = (images.clone() if images.is_inference() else images).detach()
             if self.model.training:  # train() was called on it
                 self.model.eval()
             engine.network.settle()

@@ -110,7 +110,7 @@ class Fleet:
             learn = learn and not stream.settings.frozen
             with nullcontext() if learn else adapter.frozen():
                 logits: Tensor = adapter(images)
-            found = record(adapter._live(), logits, learn)
+            found = record(adapter._live(), logits)
             stream.unsaved += learn
         if self.save_every and stream.unsaved >= self.save_every:
             with _logged():
@@ -142,8 +142,8 @@ class Fleet:
         for name, part in zip(images, parts, strict=True):
             with self.stream(name) as adapter:
                 engine = adapter._live()
-                engine.selected, engine.source_predicted = None, True
-                found.append((part, record(engine, part, learned=False)))
+                engine.learned, engine.selected, engine.source_predicted = False, None, True
+                found.append((part, record(engine, part)))
         return found
 
     @contextmanager

@@ -373,6 +373,16 @@ def test_statistics_of_few_images_are_not_trusted_at_first(monkeypatch, net, row
     assert adapter.guard.phase == phase
 
 
+def test_a_model_that_restarts_is_judged_by_what_it_does(monkeypatch):
+    """Few images are mistrusted once; then harm that has ended is no failure."""
+    adapter = fata.adapt(build("resnet_bn"), "tent", guard=fata.Guard(trial=3 * 8), lr=0.01)
+    told(monkeypatch, adapter, *[HARM] * 4, OPEN)
+    for images in batches(12):
+        adapter(images)
+    assert events(adapter) == [(1, "aside"), (4, "back")]
+    assert adapter.guard.phase == "aside"
+
+
 def test_without_batchnorm_the_source_predicts_as_it_did(monkeypatch):
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=ALWAYS, lr=0.01)
     told(monkeypatch, adapter, HARM)
@@ -415,6 +425,27 @@ def test_each_return_takes_more_to_win_and_to_lose_again(monkeypatch):
     assert events(adapter) == [
         (1, "aside"), (6, "trusted"), (7, "aside"), (17, "trusted"), (19, "aside"), (33, "trusted"),
     ]  # fmt: skip
+
+
+def test_after_a_return_images_keep_predictions_until_a_gain_is_as_likely_again(monkeypatch):
+    """The limit that has grown is theirs, too; a restart takes it back."""
+    guard = fata.Guard(every=1, trial=16)
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
+    kept = []
+
+    def seen(signs, rows):
+        told(monkeypatch, adapter, *signs, worse=3)
+        for images in batches(len(signs), rows):
+            before = adapter.counts["kept"]
+            adapter(images)
+            kept.append(adapter.counts["kept"] - before)
+
+    seen([HARM] + [GAIN] * 5, rows=1)  # five gains: trusted again, but by no images yet
+    kept.clear()
+    seen([GAIN] * 12, rows=8)
+    assert kept == [3] * 9 + [0] * 3  # ten gains of half a unit are more than 2 log 10
+    seen([HARM] + [OPEN] * 2 + [HARM] + [GAIN] * 5, rows=8)
+    assert [event.action for event in adapter.guard.events][-3:] == ["aside", "back", "trusted"]
 
 
 def test_a_trial_lasts_some_predictions(monkeypatch):
@@ -544,3 +575,11 @@ def test_the_batchs_statistics_are_judged_at_first_in_doubt_and_at_times(monkeyp
         harm = guard.limit() / 2 if number == 13 else -5.0
         adapter(images)
     assert judged == [1, 2, 3, 4, 8, 12, 14, 16, 20]  # three have 96 images; harm was seen at 13
+    harm = guard.limit() + 1
+    adapter(images), adapter(images)
+    judged.clear()
+    harm = -5.0
+    for number in (23, 24, 25):
+        adapter(images)
+    assert adapter.guard.phase == "aside"
+    assert judged == [23, 24, 25]  # while the source model predicts

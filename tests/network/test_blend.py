@@ -311,3 +311,19 @@ def test_a_layer_whose_rows_are_parts_of_images_gets_its_own():
     for seed in range(4):
         adapter(stream(torch.arange(64) % 4, shift=3.0, scale=2.0, seed=seed))
     assert memory(adapter)["weight"] > 0.9
+
+
+@pytest.mark.parametrize("rows", [64, 16, 2])
+def test_an_image_that_nobody_scaled_spoils_no_statistics(rows):
+    """Neither those of the other images of its batch nor those of the batches after it."""
+    labels = torch.arange(rows * (8 + 128 // rows)).view(-1, rows) % 4
+    shown = [stream(some, 1.0, 2.0, seed) for seed, some in enumerate(labels)]
+    plain, met = adapted(), adapted()
+    differ = []
+    for number, x in enumerate(shown):
+        other = x.clone()
+        if number == len(shown) - 6:
+            other[-1] *= 255
+        rest = slice(0, -1 if number == len(shown) - 6 else None)
+        differ += (plain(x) - met(other))[rest].abs().amax(1).tolist()
+    assert 0 < max(differ) < 0.3

@@ -59,7 +59,7 @@ class Engine:
         self.source_model = SourceModel(self.functions, self.execution)
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
         self.loss: Tensor | None = None  # of the last batch; None: no step was taken
-        self.source_predicted = False  # whether the last batch's logits are the source model's
+        self.learned = self.source_predicted = False  # whether the last batch was
         self._moves = False  # whether a step has moved something, or was said not to
         self.state = self.fresh()
         drifts = self.adapts and not (isinstance(method, CustomStep) and method.episodic)
@@ -200,7 +200,7 @@ class Engine:
             self.write()
             self.group.tell(error)
             raise
-        self.state.batches += 1
+        self.state.batches, self.learned = self.state.batches + 1, True
         return logits
 
     def _reset_in_time(self) -> None:

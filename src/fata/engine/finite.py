@@ -17,7 +17,7 @@ def run(engine: Engine, images: Tensor, learning: bool) -> Tensor:
     Rows with a pixel that is not finite get the logits that the plain model gives them, are never
     learned from, and do not affect the other rows.
     """
-    engine.selected = engine.loss = None
+    engine.learned, engine.selected, engine.loss = False, None, None
     predict = engine.step if learning else engine.predict_only
     if learning and len(images) and engine.captures_steps:
         with suppress(NotFiniteError):  # what follows would wait for the device

@@ -53,9 +53,9 @@ class Callback(Protocol):
         """A batch was learned from."""
 
 
-def record(engine: Engine, logits: Tensor, learned: bool = True) -> StepRecord:
+def record(engine: Engine, logits: Tensor) -> StepRecord:
     """Of the batch that an engine was given last, frozen or not; waits for the device, once."""
-    state = engine.state
+    state, learned = engine.state, engine.learned
     latest = [e for e in state.watched.events if learned and e.batch == state.batches]
     terms = (engine.method.name, "fata") if engine.plus else (engine.method.name,)
     rows = engine.selected or ()

@@ -17,7 +17,7 @@ from fata.engine.direct import Direct
 from fata.engine.state import State
 from fata.engine.step import Step
 from fata.methods.base import Memory
-from fata.network.blend import VECTORS
+from fata.network.shrinkage import VECTORS
 
 PREFIX = "norm."  # of that memory, in the guard's
 MOST = torch.finfo(torch.half).max

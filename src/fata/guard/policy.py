@@ -132,7 +132,8 @@ class Watch:
         source: Tensor = engine.source_model.predict(images, engine.state)
         beside = engine.source_model.beside(images, engine.state) if judged else None
         found = self._compared(source, logits, beside)
-        few = watched.since == 1 and beside is not None and rows < FEW
+        first = watched.since == 1 and not watched.source_predicts
+        few = first and beside is not None and rows < FEW
         watched.harm = max(0.0, watched.harm + found.harm + CERTAIN * few)
         watched.gain = max(0.0, watched.gain + min(ONE_BATCH, found.gain))
         watched.aside += rows if watched.source_predicts else 0

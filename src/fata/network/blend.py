@@ -196,7 +196,7 @@ class StreamStatistics(BatchStatistics):
     def _each(self, x: Tensor, own: Source) -> Tensor:
         """a, s, s^2 and a^2 of each image, by a layer's input.
 
-        Kernels are few here and in `_joined`, and none writes as much as the input: there are as
+        Kernels are few here and in `joined`, and none writes as much as the input: there are as
         many layers as in the pass itself.
         """
         first, length, pixels = moments(x, own.mean.dtype)

@@ -579,7 +579,7 @@ def test_the_batchs_statistics_are_judged_at_first_in_doubt_and_at_times(monkeyp
     adapter(images), adapter(images)
     judged.clear()
     harm = -5.0
-    for number in (23, 24, 25):
+    for _ in range(3):
         adapter(images)
     assert adapter.guard.phase == "aside"
-    assert judged == [23, 24, 25]  # while the source model predicts
+    assert len(judged) == 3  # each batch, while the source model predicts

@@ -3,7 +3,7 @@
 A batch is part of its own statistics; no gradient flows through them. An image that is far stronger
 than others, such as one that nobody scaled, counts no more than 10 times what is typical:
 
-    u  =  min(1, 10 exp(mean of l - l))    l: log(1 + sum of s^2) of each image, in the first layer;
+    u  =  min(1, 10 exp(mean(l) - l))      l: log(1 + sum of s^2) of each image, in the first layer;
                                            the mean is also over the memory, by its Q
 
 Once a batch is predicted, the memory also counts each of its images 1 / sqrt(N), N: images with its

@@ -59,7 +59,7 @@ class Engine:
         self.source_model = SourceModel(self.functions, self.execution)
         self.selected: tuple[Tensor, Tensor] | None = None  # rows of the last batch, by term
         self.loss: Tensor | None = None  # of the last batch; None: no step was taken
-        self.learned = self.source_predicted = False  # whether the last batch was
+        self.learned = self.source_predicted = False  # the last batch: learned from, by the source
         self._moves = False  # whether a step has moved something, or was said not to
         self.state = self.fresh()
         drifts = self.adapts and not (isinstance(method, CustomStep) and method.episodic)

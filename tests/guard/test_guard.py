@@ -1,6 +1,7 @@
 """The guard: silent where nothing is wrong, and back in time where something is."""
 
 import dataclasses
+import math
 import warnings
 from itertools import pairwise
 
@@ -416,36 +417,43 @@ def test_what_is_unwrapped_is_what_predicted(monkeypatch, net):
         torch.testing.assert_close(adapter.unwrap()(images[-1]), expected)
 
 
-def test_each_return_takes_more_to_win_and_to_lose_again(monkeypatch):
-    """Else a long stream without harm would meet false alarms for ever."""
-    adapter = fata.adapt(build("resnet_gn"), "tent", guard=fata.Guard(every=1), lr=0.01)
-    told(monkeypatch, adapter, HARM, *[GAIN] * 5, HARM, *[GAIN] * 10, HARM, HARM, GAIN)
-    for images in batches(40):
-        adapter(images)
-    assert events(adapter) == [
-        (1, "aside"), (6, "trusted"), (7, "aside"), (17, "trusted"), (19, "aside"), (33, "trusted"),
-    ]  # fmt: skip
+@pytest.mark.parametrize("size", [8, 4])
+def test_harm_takes_more_odds_the_longer_a_stream_is(monkeypatch, size):
+    """As many to 1 more as averages of `rows` images were seen: each is a chance of an alarm."""
+    guard = fata.Guard(every=1, rows=8, trial=0, slower=1.0)
+    adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
+    most = int(8 * 0.1 * math.e**5) // size  # batches after which odds of e^5 are enough
+
+    def seen(signs):
+        told(monkeypatch, adapter, *signs)
+        for images in batches(len(signs), size):
+            adapter(images)
+
+    seen([OPEN] * (most - 1) + [HARM])
+    assert events(adapter) == [(most, "aside")]
+    adapter.reset()
+    seen([OPEN] * most + [HARM])
+    assert events(adapter) == []
+    seen([HARM])
+    assert events(adapter) == [(most + 2, "aside")]
+    seen([HARM] * 2)  # together they are a failure, and the stream begins again
+    assert [action for _, action in events(adapter)] == ["aside", "back"]
+    seen([GAIN] * 5 + [HARM])
+    assert [action for _, action in events(adapter)][2:] == ["trusted", "aside"]
 
 
-def test_after_a_return_images_keep_predictions_until_a_gain_is_as_likely_again(monkeypatch):
-    """The limit that has grown is theirs, too; a restart takes it back."""
+def test_after_a_return_images_keep_predictions_until_a_gain_is_likely_again(monkeypatch):
     guard = fata.Guard(every=1, trial=16)
     adapter = fata.adapt(build("resnet_gn"), "tent", guard=guard, lr=0.01)
     kept = []
-
-    def seen(signs, rows):
+    for signs, rows in (([HARM] + [GAIN] * 5, 1), ([GAIN] * 7, 8)):
         told(monkeypatch, adapter, *signs, worse=3)
         for images in batches(len(signs), rows):
             before = adapter.counts["kept"]
             adapter(images)
             kept.append(adapter.counts["kept"] - before)
-
-    seen([HARM] + [GAIN] * 5, rows=1)  # five gains: trusted again, but by no images yet
-    kept.clear()
-    seen([GAIN] * 12, rows=8)
-    assert kept == [3] * 9 + [0] * 3  # ten gains of half a unit are more than 2 log 10
-    seen([HARM] + [OPEN] * 2 + [HARM] + [GAIN] * 5, rows=8)
-    assert [event.action for event in adapter.guard.events][-3:] == ["aside", "back", "trusted"]
+    assert events(adapter) == [(1, "aside"), (6, "trusted")]
+    assert kept[6:] == [3] * 4 + [0] * 3  # five gains of half a unit are more than log 10
 
 
 def test_a_trial_lasts_some_predictions(monkeypatch):

@@ -30,7 +30,7 @@ from fata.guard.events import Watched
 from fata.methods import describe, spec_of
 from fata.methods.base import CustomStep
 
-FORMAT = 6
+FORMAT = 7
 MOVING = ("parameter.", "momentum.")
 
 

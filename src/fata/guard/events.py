@@ -52,11 +52,11 @@ class Watched:
 
     phase: Phase = Phase.ADAPTING
     since: int = 0  # batches since the start, or since the last rollback
-    last: int = 0  # of them, at the last check
+    images: int = 0  # in them
+    last: int = 0  # batches at the last check
     aside: int = 0  # predictions of the source model since it was put aside
     harm: float = 0.0  # log odds, since they were last in favour of the adapted model
     gain: float = 0.0  # log odds, since they were last against it
-    trusted: int = 0  # times that the adapted model was, since the last rollback
     failures: int = 0
     scale: float = 1.0  # of the rate
     health: Health | None = None  # as of the last check; None: there was none

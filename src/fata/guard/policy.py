@@ -56,22 +56,22 @@ class Guard:
         for name in ("part", "bet", "level", "real", "slower"):
             in_range(self, name, 0, 1)
 
-    def limit(self, trusted: int = 0) -> float:
-        """The log odds at which something follows; more with each return, or alarms go on."""
-        return -math.log(self.level) * (1 + trusted) if self.level else math.inf
+    def limit(self, images: int = 0) -> float:
+        """The log odds at which something follows; each `rows` images are one more chance."""
+        return math.log(max(1.0, images / self.rows) / self.level) if self.level else math.inf
 
 
 # In a phase, the first of its conditions that holds decides: the action, and the next phase.
 TRANSITIONS: tuple[tuple[Phase, Callable[[Guard, Watched], bool], str, Phase], ...] = (
-    (Phase.ADAPTING, lambda g, w: w.harm > g.limit(w.trusted), "aside", Phase.ASIDE),
-    (Phase.ASIDE, lambda g, w: w.gain > g.limit(w.trusted), "trusted", Phase.ADAPTING),
+    (Phase.ADAPTING, lambda g, w: w.harm > g.limit(w.images), "aside", Phase.ASIDE),
+    (Phase.ASIDE, lambda g, w: w.gain > g.limit(), "trusted", Phase.ADAPTING),
     (Phase.ASIDE, lambda g, w: _failed(g, w) and w.failures < g.patience, "back", Phase.ASIDE),
     (Phase.ASIDE, lambda g, w: _failed(g, w), "rest", Phase.REST),
 )
 
 
 def _failed(guard: Guard, watched: Watched) -> bool:
-    return watched.aside >= guard.trial and watched.harm > guard.limit()
+    return watched.aside >= guard.trial and watched.harm > guard.limit(watched.images)
 
 
 class Engine(Protocol):
@@ -122,7 +122,8 @@ class Watch:
     def see(self, images: Tensor, logits: Tensor) -> Tensor:
         """After a batch was learned from: check, if it is time to. Returns what is predicted."""
         engine, watched, rows = self._engine, self._watched, self._engine.group.rows(len(images))
-        watched.since += not self.resting
+        if not self.resting:
+            watched.since, watched.images = watched.since + 1, watched.images + rows
         if self.resting or not (watched.source_predicts or self._due(rows)):
             return logits  # at rest the engine predicted with the source weights
         turn, latest = max(1, self.guard.trial // rows), engine.state.guard.get("latest", ())
@@ -140,7 +141,7 @@ class Watch:
         self._decide()
         if watched.source_predicts:
             return source
-        if watched.gain > self.guard.limit(watched.trusted) or not self.guard.level:
+        if watched.gain > self.guard.limit() or not self.guard.level:
             return logits
         worse = found.worse[engine.group.place(len(logits))[1]]
         engine.state.count(kept=int(worse.sum()))
@@ -170,11 +171,9 @@ class Watch:
         if phase is None:
             return
         odds = watched.gain if phase is Phase.ADAPTING else watched.harm
-        if phase is Phase.ADAPTING:
-            watched.trusted += 1
-        elif watched.source_predicts:  # the adapted model begins again, slower
+        if watched.source_predicts and phase is not Phase.ADAPTING:  # it begins again, slower
             watched.failures, watched.scale = watched.failures + 1, watched.scale * guard.slower
-            watched.since = watched.last = watched.trusted = 0
+            watched.since = watched.last = watched.images = 0
             self._engine.source_model.restart(state)
         event = Event(state.batches + 1, action, round(odds, 2), watched.scale)
         watched.events[:] = [*watched.events, event][-LATEST:]

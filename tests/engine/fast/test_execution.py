@@ -280,6 +280,27 @@ def test_whatever_gives_logits_is_in_full(device, monkeypatch):
     }
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("net", NETS)
+def test_group_norm_in_a_large_network_is_passed_in_half_precision_once_it_is_compiled(
+    device, net, monkeypatch
+):
+    """Before that the kernels of GroupNorm copy what bfloat16 saves."""
+    monkeypatch.setattr(fast, "pays_on_cpu", lambda *_: True)
+    monkeypatch.setattr(fast.Fast, "forget", forget_but_stay_large)
+    monkeypatch.setattr(captured, "compiled", lambda function, given: function)
+    adapter = fata.adapt(build(net).to(device), "tent", speed="fast", guard=None)
+    layer = next(m for m in adapter.model.modules() if isinstance(m, torch.nn.Conv2d))
+    seen = set()
+    adapter(batches(device)[0])  # finds out where it pays
+    layer.register_forward_pre_hook(lambda layer, _: seen.add(layer.weight.dtype))
+    adapter(batches(device)[0])
+    plain = {torch.float32} if net == "resnet_gn" else {torch.bfloat16}
+    assert seen == plain
+    adapter.warm_up(16, 16)
+    assert torch.bfloat16 in seen
+
+
 def test_the_last_layer_in_a_pass_gives_logits_even_before_they_are_averaged():
     """As of a network that ends in a convolution."""
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 10, 1))

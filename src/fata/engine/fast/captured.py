@@ -35,6 +35,7 @@ WAITS = {  # operations that wait for the device
     "lift_fresh",  # a value of Python's that was copied there
 }
 COPIES = {"_to_copy", "copy_"}  # do, from one device to another
+TREES = tuple, list, dict
 MAY_WAIT = {*WAITS, *COPIES, "index"}
 _CAPTURING = threading.Lock()
 
@@ -129,22 +130,26 @@ def held(model: nn.Module) -> list[Tensor]:
 
     A model may drop some, such as what it keeps for the size of the latest images.
     """
-    seen: set[int] = set()
-    attributes = (vars(module) for module in model.modules())
-    return [tensor.detach() for own in attributes for tensor in _tensors(own, seen)]
+    found, seen = list[Tensor](), set[int]()
+    trees: list[Any] = [vars(module) for module in model.modules()]
+    while trees:  # thousands, most of them empty: as fast as Python goes
+        tree = trees.pop()
+        if isinstance(tree, Tensor):
+            found.append(tree.detach())
+        elif id(tree) not in seen:
+            seen.add(id(tree))
+            branches = tree.values() if isinstance(tree, dict) else tree
+            trees += [b for b in branches if isinstance(b, Tensor) or (isinstance(b, TREES) and b)]
+    return found
 
 
-def _tensors(tree: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All in a tree, of which no part is `seen`; torch's own trees take longer than a kernel."""
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """All in a tree; torch's own trees take longer than a kernel."""
     if isinstance(tree, Tensor):
         yield tree
-    elif isinstance(tree, tuple | list | dict):
-        if seen is not None:
-            if id(tree) in seen:
-                return
-            seen.add(id(tree))
+    elif isinstance(tree, TREES):
         for branch in tree.values() if isinstance(tree, dict) else tree:
-            yield from _tensors(branch, seen)
+            yield from _tensors(branch)
 
 
 @dataclass

@@ -110,6 +110,7 @@ class Fast(Direct):
         self._pools, self._inputs = MemoryPools(), StaticInputs()
         self._large = on_gpu and sum(p.numel() for p in self._parameters) >= LARGE
         self._norms = [norm for _, norm in norm_layers(model)]
+        self._grouped = any(isinstance(norm, nn.GroupNorm) for norm in self._norms)
         self._heads: list[nn.Module] = []
         self._halves = None  # until the first batch
 
@@ -316,9 +317,14 @@ class Fast(Direct):
 
     def _in_half(self) -> AbstractContextManager[None]:
         """The model computes in bfloat16 inside the context, where that pays."""
-        if not self._halves:
+        if not self._halves or not self._pays:
             return nullcontext()
         return in_half(self._halves, self._norms, self._heads, self.network.device)
+
+    @property
+    def _pays(self) -> bool:
+        """Not with GroupNorm that is not compiled: in float32, it copies what is channels-last."""
+        return self.compiles or not (self._large and self._grouped)
 
     def _find_weights(self, images: Tensor) -> None:
         """Capture again if the weights are others, as after `model.half()`."""
@@ -335,6 +341,7 @@ class Fast(Direct):
     def _tried(self, images: Tensor, halves: Sequence[HalfWeight]) -> Tensor:
         """Logits, by the kernels that the first step needs: a GPU loads them slowly."""
         plain = images.dtype != torch.float32  # of another type than the model: it says so
+        plain = plain or not self._pays
         images = channels_last(images) if self._large else images
         with nullcontext() if plain else in_half(halves, self._norms, [], self.network.device):
             return self.network.learn(images)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.evidence                            # what lies in benchmarks/runs
     python -m benchmarks.evidence --ablate                   # with one number of the guard changed
+    python -m benchmarks.evidence --long                     # streams of 50,000 images
     python -m benchmarks.evidence --record mini_resnet_gn --file evidence.jsonl --seconds 600
     python -m benchmarks.evidence --record tiny200_vit --data tiny-imagenet:DIR --device cuda \
         --file evidence.jsonl
@@ -133,9 +134,9 @@ def record(case: Recorded, every: int) -> dict[str, Any]:
 # -- judging ----------------------------------------------------------------------------------
 
 
-def recordings() -> Iterator[Recording]:
-    """All that are kept."""
-    for cell in lines("evidence"):
+def recordings(name: str) -> Iterator[Recording]:
+    """All that are kept in a file."""
+    for cell in lines(name):
         batches = []
         for columns in cell["batches"]:
             labels, answers, still, sure, *moved = (torch.tensor(column) for column in columns)
@@ -167,6 +168,7 @@ def kept_gain(recording: Recording, guard: Guard) -> float:
     for now in recording.batches:
         returned = watch.see(now.adapted, now.adapted)
         state.watched.since += recording.every - 1
+        state.watched.images += (recording.every - 1) * len(now.labels)
         state.batches += recording.every
         if watch.events and watch.events[-1].action in ("back", "rest"):
             break
@@ -179,11 +181,13 @@ def _batches_alone(*known: Any) -> rule.Evidence:
     return found._replace(worse=torch.zeros_like(found.worse))
 
 
+LIMIT = Guard.limit
 CHANGES = {
     "a lost point is harm": (rule, "POINT", 0.0),
     "one batch may show a gain": (policy, "ONE_BATCH", 9.0),
     "small batches are as others": (policy, "FEW", 1),
     "no image keeps the source's prediction": (policy, "compare", _batches_alone),
+    "odds do not count against the images": (Guard, "limit", lambda guard, _=0: LIMIT(guard)),
 }
 
 
@@ -223,6 +227,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--record", nargs="+", metavar="MODEL")
     parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--long", action="store_true", help="judge the long streams")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--images", type=int, default=1280)
     parser.add_argument("--every", type=int, default=2, help="batches between two that are kept")
@@ -233,7 +238,8 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     if not args.record:
-        streams, guard = list(recordings()), Guard()
+        streams = list(recordings("evidence-long" if args.long else "evidence"))
+        guard = Guard()
         if not args.ablate:
             show(judge(streams, guard))
             return

@@ -4,6 +4,7 @@ Tests run in two processes on small networks: one thread each is fastest there. 
 on how PyTorch computes: the variables FATA_TEST_* run the suite under other conditions.
 """
 
+import logging
 import os
 import platform
 import shutil
@@ -26,6 +27,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "cluster" in item.fixturenames or item.get_closest_marker("zoo"):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def same_logs():
+    """A command that a test runs in this process may change what fata logs, and where."""
+    log = logging.getLogger("fata")
+    level, propagates, handlers = log.level, log.propagate, log.handlers[:]
+    yield
+    log.setLevel(level)
+    log.propagate, log.handlers[:] = propagates, handlers
 
 
 BROWSER_FLAGS = (

@@ -1,7 +1,8 @@
 """BatchNorm between the source's statistics and the stream's; the equations: `shrinkage.py`.
 
-A batch is part of its own statistics; no gradient flows through them. An image that is far stronger
-than others, such as one that nobody scaled, counts no more than 10 times what is typical:
+A batch is part of its own statistics, whose gradient is that of `renormalisation.py`. An image that
+is far stronger than others, such as one that nobody scaled, counts no more than 10 times what is
+typical:
 
     u  =  min(1, 10 exp(mean(l) - l))      l: log(1 + sum of s^2) of each image, in the first layer;
                                            the mean is also over the memory, by its Q
@@ -24,7 +25,8 @@ from torch import Tensor, nn
 
 from fata._torch import BatchNorm, copy_all
 from fata.distributed.ranks import SINGLE
-from fata.network.norms import BatchStatistics, input_of, override, show_buffers, widened
+from fata.network.norms import BatchStatistics, input_of, override, show_own, widened
+from fata.network.renormalisation import batch_moments, renormalise
 from fata.network.shrinkage import (
     SCALARS,
     VECTORS,
@@ -170,28 +172,53 @@ class StreamStatistics(BatchStatistics):
     # -- inside -------------------------------------------------------------------------------
 
     def _choose(self, layer: BatchNorm, args: Any, kwargs: Any) -> Any:
-        show_buffers(layer)
+        show_own(layer)
         place = self._places.get(layer)
         layer.training = place is None
         if place is None:
-            return
-        if self.active and self._before is None:
-            return
-        own = self._source[place]
-        mean, var = own.mean, own.var
-        if self.active and self._before is not None:
-            if layer not in self._found:
-                images = self._each(input_of(args, kwargs).detach(), own)
-                before = self._before[place], self._pasts[place]
-                if self._parts is None:
-                    self._parts = self._bounded(images, *before)
-                found = joined(self._mean_row(images), *before, Channels())
-                self._images[layer], self._found[layer] = images, found
-            (shift, _, square), *_, weight = self._found[layer]
-            mean, var = blended(mean, var, own.deviation, shift, square, weight)
-        like = layer._buffers["running_mean"]
-        dtype = mean.dtype if like is None else like.dtype
-        override(layer, mean.to(dtype), var.to(dtype))
+            return None
+        mean, var = self._statistics(layer, place, input_of(args, kwargs).detach())
+        if self._learns(layer, input_of(args, kwargs)):
+            return self._renormalised(layer, args, kwargs, mean, var)
+        override(layer, mean, var)
+        return None
+
+    def _statistics(self, layer: BatchNorm, place: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance that normalise a layer's input now."""
+        mean, var, own = layer.running_mean, layer.running_var, self._source[place]
+        assert mean is not None
+        assert var is not None
+        if not self.active:
+            return own.mean.to(mean), own.var.to(var)
+        if self._before is None:
+            return mean, var
+        if layer not in self._found:
+            images = self._each(x, own)
+            before = self._before[place], self._pasts[place]
+            if self._parts is None:
+                self._parts = self._bounded(images, *before)
+            found = joined(self._mean_row(images), *before, Channels())
+            self._images[layer], self._found[layer] = images, found
+        (shift, _, square), *_, weight = self._found[layer]
+        blend = blended(own.mean, own.var, own.deviation, shift, square, weight)
+        return blend[0].to(mean), blend[1].to(var)
+
+    def _learns(self, layer: BatchNorm, x: Tensor) -> bool:
+        """Whether the gradient of a layer's input goes through the batch's statistics."""
+        learns = self.active and torch.is_grad_enabled() and x.requires_grad
+        several = self._shared or x[:, 0].numel() > 1
+        # A weight that is computed cannot be overridden, and torch needs an eps for a batch.
+        return learns and several and "weight" in layer._parameters and layer.eps > 0
+
+    def _renormalised(
+        self, layer: BatchNorm, args: Any, kwargs: Any, mean: Tensor, var: Tensor
+    ) -> Any:
+        """The layer normalises with the batch, and gives what this mean and variance would."""
+        given = super()._choose(layer, args, kwargs)
+        with torch.no_grad():
+            own = self._moments if self._shared else batch_moments(input_of(args, kwargs))
+        renormalise(layer, mean, var, *own)
+        return given
 
     def _each(self, x: Tensor, own: Source) -> Tensor:
         """a, s, s^2 and a^2 of each image, by a layer's input.
@@ -283,5 +310,4 @@ class Witness(StreamStatistics):
     """The same beside other statistics: in force only while it is observing or recalling."""
 
     def _choose(self, layer: BatchNorm, args: Any, kwargs: Any) -> Any:
-        if self._before is not None:
-            super()._choose(layer, args, kwargs)
+        return None if self._before is None else super()._choose(layer, args, kwargs)

@@ -83,6 +83,7 @@ class BatchStatistics:
         self.active = True
         self._group: Ranks = SINGLE
         self._alone = False  # whether this rank's part of a batch is taken for all of it
+        self._moments: tuple[Tensor, ...] = ()  # the latest mean and variance that are shared
         self._layers = [
             (layer, layer.training, layer.track_running_stats) for layer in batch_norms(model)
         ]
@@ -91,7 +92,7 @@ class BatchStatistics:
             layer.track_running_stats = False  # in train mode: the batch's, running ones untouched
             hook = self._mix if prior else self._choose
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
-            self._handles.append(layer.register_forward_hook(show_buffers, always_call=True))
+            self._handles.append(layer.register_forward_hook(show_own, always_call=True))
 
     def join(self, group: Ranks) -> None:
         """From now on a batch is what all ranks of a group have of it."""
@@ -127,7 +128,7 @@ class BatchStatistics:
     def restore(self) -> None:
         """After a pass that failed: torch calls no hook of a layer that is interrupted."""
         for layer, _, _ in self._layers:
-            show_buffers(layer)
+            show_own(layer)
 
     def settle(self) -> None:
         """Back to how it was made: an interrupt may keep a context from being left."""
@@ -153,9 +154,14 @@ class BatchStatistics:
         """Who has the batch."""
         return SINGLE if self._alone else self._group
 
+    @property
+    def _shared(self) -> bool:
+        """Whether the statistics are not simply of all that is passed here."""
+        return self._rows is not None or self._ranks is not SINGLE
+
     def _choose(self, layer: BatchNorm, args: Any, kwargs: Any) -> Any:
-        show_buffers(layer)
-        if self._rows is not None or self._ranks is not SINGLE:
+        show_own(layer)
+        if self._shared:
             return self._normalised(layer, args, kwargs)
         x = input_of(args, kwargs)
         values = x.numel() // x.shape[1]
@@ -181,13 +187,14 @@ class BatchStatistics:
             batch_var = torch.where(values > 1, batch_var, var)
         like = batch_mean.detach() if mean is None else mean
         override(layer, torch.zeros_like(like), torch.full_like(like, 1 - layer.eps))
+        self._moments = batch_mean.detach(), batch_var.detach()
         shape = [1, -1] + [1] * (x.ndim - 2)
         scale = (batch_var + layer.eps).rsqrt().view(shape)
         normal = ((wide - batch_mean.view(shape)) * scale).to(x.dtype)
         return ((normal, *args[1:]), kwargs) if args else ((normal,), {})
 
     def _mix(self, layer: BatchNorm, args: Any, kwargs: Any) -> None:
-        show_buffers(layer)
+        show_own(layer)
         mean, var = layer.running_mean, layer.running_var
         if mean is None or var is None:
             layer.training = True
@@ -207,10 +214,15 @@ def override(layer: BatchNorm, mean: Tensor, var: Tensor) -> None:
     layer.__dict__.update(running_mean=mean, running_var=var)
 
 
-def show_buffers(layer: BatchNorm, *_: Any) -> None:
-    """Show the buffers again; safe to call at any time."""
-    layer.__dict__.pop("running_mean", None)
-    layer.__dict__.pop("running_var", None)
+def override_affine(layer: BatchNorm, weight: Tensor, bias: Tensor) -> None:
+    """Other parameters, likewise."""
+    layer.__dict__.update(weight=weight, bias=bias)
+
+
+def show_own(layer: BatchNorm, *_: Any) -> None:
+    """Show buffers and parameters again; safe to call at any time."""
+    for name in ("running_mean", "running_var", "weight", "bias"):
+        layer.__dict__.pop(name, None)
 
 
 def _moments(x: Tensor, axes: list[int], rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

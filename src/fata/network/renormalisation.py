@@ -1,0 +1,37 @@
+"""Batch renormalisation (Ioffe, 2017), for what learns with blended BatchNorm statistics.
+
+    y  =  (h r + d) gamma + beta        h = (x - m) / s,   r = s / sigma,   d = (m - mu) / sigma
+
+mu and sigma are the blend's, m and s the batch's. r and d are constants, so y is what mu and sigma
+give, and the gradient is the one through the batch's statistics:
+
+    g  <-  g - mean(g) - h mean(g h)
+
+If mu and sigma were constants, layers would learn to shift and scale the channels of the next one.
+On long streams accuracy then falls below that without learning: docs/lab/batchnorm.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fata._torch import BatchNorm
+from fata.network.norms import override_affine, widened
+
+
+def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each channel over all rows."""
+    return torch.batch_norm_update_stats(x if x.is_cuda else widened(x), None, None, 0.0)
+
+
+def renormalise(
+    layer: BatchNorm, mean: Tensor, var: Tensor, batch_mean: Tensor, batch_var: Tensor
+) -> None:
+    """Have a layer that normalises with the batch give what this mean and variance would."""
+    scale = (var + layer.eps).rsqrt()
+    r, d = (batch_var + layer.eps).sqrt() * scale, (batch_mean - mean) * scale
+    weight, bias = layer.weight, layer.bias
+    if weight is not None:
+        r, d = weight * r, weight * d
+    override_affine(layer, r, d if bias is None else bias + d)

@@ -3,6 +3,7 @@
     python -m benchmarks.evidence                            # what lies in benchmarks/runs
     python -m benchmarks.evidence --ablate                   # with one number of the guard changed
     python -m benchmarks.evidence --long                     # streams of 50,000 images
+    python -m benchmarks.evidence --health                   # how far its estimates are off
     python -m benchmarks.evidence --record mini_resnet_gn --file evidence.jsonl --seconds 600
     python -m benchmarks.evidence --record tiny200_vit --data tiny-imagenet:DIR --device cuda \
         --file evidence.jsonl
@@ -25,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import mean
+from statistics import correlation, mean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from fata.corruptions import EXTRA
 from fata.distributed.ranks import SINGLE
 from fata.guard import evidence as rule
 from fata.guard import policy
-from fata.guard.events import Watched
+from fata.guard.events import Health, Watched
 from fata.guard.policy import Guard, Watch
 from fata.network.norms import has_running
 
@@ -157,6 +158,12 @@ def _logits(classes: Tensor, of: int, confidence: Tensor | None = None) -> Tenso
 
 def kept_gain(recording: Recording, guard: Guard) -> float:
     """Of the predictions that the guard returns over the source's, in percentage points."""
+    total = sum(now.gain(returned) for now, returned, _ in guarded(recording, guard))
+    return 100 * total / recording.images
+
+
+def guarded(recording: Recording, guard: Guard) -> Iterator[tuple[Shown, Tensor, Health | None]]:
+    """Each batch until a restart, what the guard returns of it, and the estimates after it."""
     now = recording.batches[0]
     state = SimpleNamespace(watched=Watched(), guard={}, batches=0, count=lambda **_: None)
     source = SimpleNamespace(
@@ -164,16 +171,14 @@ def kept_gain(recording: Recording, guard: Guard) -> float:
     )
     engine: Any = SimpleNamespace(state=state, group=SINGLE, source_model=source)
     watch = Watch(replace(guard, trial=guard.trial // recording.every), engine)
-    total = 0
     for now in recording.batches:
         returned = watch.see(now.adapted, now.adapted)
         state.watched.since += recording.every - 1
         state.watched.images += (recording.every - 1) * len(now.labels)
         state.batches += recording.every
         if watch.events and watch.events[-1].action in ("back", "rest"):
-            break
-        total += now.gain(returned)
-    return 100 * total / recording.images
+            return
+        yield now, returned, watch.health
 
 
 def _batches_alone(*known: Any) -> rule.Evidence:
@@ -222,11 +227,39 @@ def _line(pairs: list[tuple[float, float]]) -> str:
     return f"{len(fine)} | {lost} | {len(hurt)} | {rescued} | {below}"
 
 
+def health_errors(streams: list[Recording], guard: Guard) -> None:
+    """A line for each network: how far the mean estimates are off, in percentage points."""
+    print("| network | streams | source: off by | too high by | correlation | adapted: off by "
+          "| too high by | correlation |\n|---|" + "---:|" * 7)  # fmt: skip
+    found: dict[str, list[tuple[float, ...]]] = {}
+    for one in streams:
+        batches = list(guarded(one, guard))
+        known = [(h.source, h.adapted) for _, _, h in batches if h]
+        right = [(now.source, now.adapted, now.labels) for now, _, _ in batches]
+        if known:
+            source, adapted, labels = (torch.cat(part) for part in zip(*right, strict=True))
+            true = ((logits.argmax(1) == labels).double().mean() for logits in (source, adapted))
+            estimated = (mean(part) for part in zip(*known, strict=True))
+            pairs = zip(estimated, map(float, true), strict=True)
+            found.setdefault(one.group.split(",")[0], []).append(tuple(sum(pairs, ())))
+    found["all"] = [row for rows in found.values() for row in rows]
+    for name, rows in found.items():
+        cells = [str(len(rows))]
+        for first in (0, 2):
+            pairs = [(100 * row[first], 100 * row[first + 1]) for row in rows]
+            cells.append(f"{mean(abs(told - true) for told, true in pairs):.1f}")
+            cells.append(f"{mean(told - true for told, true in pairs):+.1f}")
+            several = len({true for _, true in pairs}) > 1
+            cells.append(f"{correlation(*zip(*pairs, strict=True)):.2f}" if several else "")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
 def main() -> None:
     """Record, or judge what was recorded."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--record", nargs="+", metavar="MODEL")
     parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--health", action="store_true", help="how far the estimates are off")
     parser.add_argument("--long", action="store_true", help="judge the long streams")
     parser.add_argument("--data", default="embedded")
     parser.add_argument("--images", type=int, default=1280)
@@ -240,6 +273,9 @@ def main() -> None:
     if not args.record:
         streams = list(recordings("evidence-long" if args.long else "evidence"))
         guard = Guard()
+        if args.health:
+            health_errors(streams, guard)
+            return
         if not args.ablate:
             show(judge(streams, guard))
             return

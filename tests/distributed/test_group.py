@@ -56,6 +56,8 @@ def made(model, case, **more):
     if spec.startswith("eata"):
         clean = images(8, seed=6).double().to(next(model.parameters()).device)
         fields |= {"fisher_data": [clean], "redundancy": 0.5}
+        if "blended" in how:
+            fields["fisher_alpha"] = 1.0  # at this rate more makes the weights explode
     if spec.startswith("sar"):
         fields["recovery"] = 0.6  # goes back to the source now and then
     if spec == "cotta":

@@ -177,31 +177,43 @@ class StreamStatistics(BatchStatistics):
         layer.training = place is None
         if place is None:
             return None
-        mean, var = self._statistics(layer, place, input_of(args, kwargs).detach())
-        if self._learns(layer, input_of(args, kwargs)):
-            return self._renormalised(layer, args, kwargs, mean, var)
-        override(layer, mean, var)
-        return None
+        own, x, images = self._source[place], input_of(args, kwargs), None
+        learns = self._learns(layer, x)
+        observes = self.active and self._before is not None and layer not in self._found
+        if observes or (learns and not self._shared):
+            images = self._each(x.detach(), own)
+            if observes:
+                self._observe(layer, place, images)
+        mean, var = self._statistics(layer, own)
+        if not learns:
+            override(layer, mean, var)
+            return None
+        given = super()._choose(layer, args, kwargs)  # it normalises with the batch
+        batch = self._moments if images is None or self._shared else batch_moments(images, own)
+        renormalise(layer, mean, var, *batch)
+        return given
 
-    def _statistics(self, layer: BatchNorm, place: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    def _observe(self, layer: BatchNorm, place: int, images: Tensor) -> None:
+        """What a layer has of the batch joins its memory."""
+        assert self._before is not None
+        before = self._before[place], self._pasts[place]
+        if self._parts is None:
+            self._parts = self._bounded(images, *before)
+        found = joined(self._mean_row(images), *before, Channels())
+        self._images[layer], self._found[layer] = images, found
+
+    def _statistics(self, layer: BatchNorm, own: Source) -> tuple[Tensor, Tensor]:
         """Mean and variance that normalise a layer's input now."""
-        mean, var, own = layer.running_mean, layer.running_var, self._source[place]
+        mean, var = layer.running_mean, layer.running_var
         assert mean is not None
         assert var is not None
         if not self.active:
             return own.mean.to(mean), own.var.to(var)
-        if self._before is None:
-            return mean, var
-        if layer not in self._found:
-            images = self._each(x, own)
-            before = self._before[place], self._pasts[place]
-            if self._parts is None:
-                self._parts = self._bounded(images, *before)
-            found = joined(self._mean_row(images), *before, Channels())
-            self._images[layer], self._found[layer] = images, found
-        (shift, _, square), *_, weight = self._found[layer]
-        blend = blended(own.mean, own.var, own.deviation, shift, square, weight)
-        return blend[0].to(mean), blend[1].to(var)
+        if layer in self._found:
+            (shift, _, square), *_, weight = self._found[layer]
+            blend = blended(own.mean, own.var, own.deviation, shift, square, weight)
+            return blend[0].to(mean), blend[1].to(var)
+        return mean, var
 
     def _learns(self, layer: BatchNorm, x: Tensor) -> bool:
         """Whether the gradient of a layer's input goes through the batch's statistics."""
@@ -209,16 +221,6 @@ class StreamStatistics(BatchStatistics):
         several = self._shared or x[:, 0].numel() > 1
         # A weight that is computed cannot be overridden, and torch needs an eps for a batch.
         return learns and several and "weight" in layer._parameters and layer.eps > 0
-
-    def _renormalised(
-        self, layer: BatchNorm, args: Any, kwargs: Any, mean: Tensor, var: Tensor
-    ) -> Any:
-        """The layer normalises with the batch, and gives what this mean and variance would."""
-        given = super()._choose(layer, args, kwargs)
-        with torch.no_grad():
-            own = self._moments if self._shared else batch_moments(input_of(args, kwargs))
-        renormalise(layer, mean, var, *own)
-        return given
 
     def _each(self, x: Tensor, own: Source) -> Tensor:
         """a, s, s^2 and a^2 of each image, by a layer's input.

@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from fata._torch import BatchNorm
-from fata.network.norms import override_affine, widened
+from fata.network.norms import override_affine
+from fata.network.shrinkage import Source
 
 
-def batch_moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel over all rows."""
-    return torch.batch_norm_update_stats(x if x.is_cuda else widened(x), None, None, 0.0)
+def batch_moments(images: Tensor, source: Source) -> tuple[Tensor, Tensor]:
+    """Of the batch, by a, s, s^2 and a^2 of each image in units of the source's deviation."""
+    shift, _, square, _ = images.mean(0)
+    var = (square - shift * shift).clamp(min=0) * source.deviation * source.deviation
+    return torch.addcmul(source.mean, shift, source.deviation), var
 
 
 def renormalise(

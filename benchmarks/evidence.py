@@ -229,29 +229,26 @@ def _line(pairs: list[tuple[float, float]]) -> str:
 
 def health_errors(streams: list[Recording], guard: Guard) -> None:
     """A line for each network: how far the mean estimates are off, in percentage points."""
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for one in streams:
+        batches = [(now, health) for now, _, health in guarded(one, guard) if health]
+        for kind in ("source", "adapted"):
+            told = mean(getattr(health, kind) for _, health in batches)
+            right = torch.cat([getattr(now, kind).argmax(1) == now.labels for now, _ in batches])
+            pair = 100 * told, 100 * right.double().mean().item()
+            for name in (one.group.split(",")[0], "all"):
+                found.setdefault(name, {}).setdefault(kind, []).append(pair)
     print("| network | streams | source: off by | too high by | correlation | adapted: off by "
           "| too high by | correlation |\n|---|" + "---:|" * 7)  # fmt: skip
-    found: dict[str, list[tuple[float, ...]]] = {}
-    for one in streams:
-        batches = list(guarded(one, guard))
-        known = [(h.source, h.adapted) for _, _, h in batches if h]
-        right = [(now.source, now.adapted, now.labels) for now, _, _ in batches]
-        if known:
-            source, adapted, labels = (torch.cat(part) for part in zip(*right, strict=True))
-            true = ((logits.argmax(1) == labels).double().mean() for logits in (source, adapted))
-            estimated = (mean(part) for part in zip(*known, strict=True))
-            pairs = zip(estimated, map(float, true), strict=True)
-            found.setdefault(one.group.split(",")[0], []).append(tuple(sum(pairs, ())))
-    found["all"] = [row for rows in found.values() for row in rows]
-    for name, rows in found.items():
-        cells = [str(len(rows))]
-        for first in (0, 2):
-            pairs = [(100 * row[first], 100 * row[first + 1]) for row in rows]
-            cells.append(f"{mean(abs(told - true) for told, true in pairs):.1f}")
-            cells.append(f"{mean(told - true for told, true in pairs):+.1f}")
-            several = len({true for _, true in pairs}) > 1
-            cells.append(f"{correlation(*zip(*pairs, strict=True)):.2f}" if several else "")
-        print(f"| {name} | {' | '.join(cells)} |")
+    for name, kinds in sorted(found.items(), key=lambda item: item[0] == "all"):
+        errors = " | ".join(_errors(pairs) for pairs in kinds.values())
+        print(f"| {name} | {len(kinds['source'])} | {errors} |")
+
+
+def _errors(pairs: list[tuple[float, float]]) -> str:
+    differences = [told - true for told, true in pairs]
+    alike = f"{correlation(*zip(*pairs, strict=True)):.2f}" if len(pairs) > 1 else ""
+    return f"{mean(map(abs, differences)):.1f} | {mean(differences):+.1f} | {alike}"
 
 
 def main() -> None:

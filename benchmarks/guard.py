@@ -144,8 +144,8 @@ class Case:
         loaded, size = self.load(), self.streams[self.stream].get("batch_size", 64)
         spec, fields = self.method, dict[str, Any]()
         if self.method == "auto":
-            spec, fields = "eata+fata", {**BALANCED}
-            fields |= {"blend": True} if has_running(loaded.model) else {}
+            blends = has_running(loaded.model)
+            spec, fields = "eata+fata", {"blend": True} if blends else {**BALANCED}
         elif not spec.startswith("eata"):
             fields = loaded.settings(spec, size)
         if self.assets:

@@ -358,8 +358,8 @@ def adapt(
         model: maps images to logits, or to an object with `.logits`.
         spec: `source`, `norm`, `tent`, `eata`, `sar`, `deyo`, `roid`, `zerosiam`, `nctta`, `neo`,
             `cotta`, `memo`, `fata`, or a host with it, such as `deyo+fata`. None: the recommended
-            one, `eata+fata` with both terms balanced over the classes, FATA's at half weight,
-            BatchNorm's statistics blended, and without `fisher_data` with `fisher_alpha=0`.
+            one, `eata+fata` with BatchNorm's statistics blended, or, if there are none, balanced
+            over the classes with FATA at half weight; `fisher_alpha=0` without `fisher_data`.
         lr: learning rate, `paper` or `release`; this and the others as in `Adapter`.
         params: which parameters adapt.
         fisher_data: batches of clean images for EATA.
@@ -379,8 +379,8 @@ def adapt(
         torch.Size([4, 10])
     """
     if spec is None:
-        blend = isinstance(model, nn.Module) and has_running(model)
-        spec, fields = RECOMMENDED, {**BALANCED, "blend": blend, **fields}
+        blends = isinstance(model, nn.Module) and has_running(model)
+        spec, fields = RECOMMENDED, {**({"blend": True} if blends else BALANCED), **fields}
         if fisher_data is None:
             fields = {"fisher_alpha": 0, **fields}
     method, plus = parse(spec, **fields)

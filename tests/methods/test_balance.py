@@ -61,10 +61,12 @@ def test_rows_that_are_not_finite_have_no_part_in_the_mean_prediction():
     torch.testing.assert_close(mean_prediction(nothing, before), before["mean_probs"])
 
 
-def test_the_recommended_method_is_balanced_and_the_papers_are_not():
-    recommended = fata.adapt(fata.tiny.build("resnet_gn"))
-    assert recommended.method.balance
-    assert recommended.plus.balance
+def test_the_recommended_method_is_balanced_without_batch_norm_and_the_papers_are_not():
+    for net, balanced in (("resnet_gn", True), ("vit_ln", True), ("resnet_bn", False)):
+        recommended = fata.adapt(fata.tiny.build(net))
+        assert recommended.method.balance is balanced
+        assert recommended.plus.balance is balanced
+        assert recommended.plus.weight == (0.5 if balanced else 1.0)
     paper = fata.adapt(fata.tiny.build("resnet_gn"), "eata+fata", fisher_alpha=0)
     assert not paper.method.balance
     assert not paper.plus.balance

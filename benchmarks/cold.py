@@ -5,18 +5,19 @@ r"""A stream from a cold start, as a user meets it first: `python -m benchmarks.
     python -m benchmarks.cold --device cuda --networks resnet50_gn --no-guard \
         --streams 1 10 100 1000
 
-    ours     as it is by default: `fast` on a GPU with bfloat16, else `exact`
-    warm     the same behind `warm_up`, which is part of the time
-    again    the same in another process, with the compiler's caches of `warm`
+    ours     EATA+FATA as it comes: `fast` where bfloat16 pays, else `exact`
+    default  `fata.adapt(model)`: with blended BatchNorm statistics, or class balance
+    warm     `ours` behind `warm_up`, which is part of the time
+    again    that in another process, with the compiler's caches of `warm`
     fast     `speed="fast"`
     exact    `speed="exact"`
     plain    the straightforward way, `benchmarks.plain`
 
-EATA+FATA, with the guard unless `--no-guard`; `plain` has none. Each way has a process of its own
-and, but for `again`, compiler caches that are empty; another process passes one batch before, so
-that no way reads torch's libraries from the disk for the others. The clock starts when the model is
-on the device, and every batch is waited for; with `--cpu-time` it counts the CPU's seconds, where
-others use it too.
+With the guard unless `--no-guard`; `plain` has none. Each way has a process of its own and, but for
+`again`, compiler caches that are empty; another process passes one batch before, so that no way
+reads torch's libraries from the disk for the others. The clock starts when the model is on the
+device, and every batch is waited for; with `--cpu-time` it counts the CPU's seconds, where others
+use it too.
 With `--streams` use `--no-guard`: streams that begin are checked more often than one that goes on.
 `vit_tiny` and `resnet50` are those of DIR (`benchmarks.imagenet`), with its pictures, corrupted;
 the others have random weights, and 40 % of the rows of noise are selected.
@@ -55,7 +56,7 @@ from benchmarks.tables import markdown
 
 SPEC, BATCH, STREAM_BATCH = "eata+fata", 64, 16
 MARKS = (64, 640, 6_400, 19_200, 50_000)
-WAYS = ("ours", "warm", "again", "fast", "exact", "plain")
+WAYS = ("ours", "default", "warm", "again", "fast", "exact", "plain")
 DEFAULT = ("ours", "warm", "again", "exact", "plain")
 NETWORKS = {"resnet50_gn": "resnet50_gn", "vit_base": "vit_base_patch16_224"}  # timm's names
 FIRST = 16  # batches in which passes are captured
@@ -107,7 +108,8 @@ def made(way: str, model: nn.Module, fields: Line, guard: bool) -> Callable[[Ten
     if way == "plain":
         return Plain(model, SPEC, **fields)
     speed = way if way in ("fast", "exact") else None
-    return fata.adapt(model, SPEC, speed=speed, guard=guard, **fields)
+    spec = None if way == "default" else SPEC
+    return fata.adapt(model, spec, speed=speed, guard=guard, **fields)
 
 
 # -- one way, in a process of its own ----------------------------------------------------------

@@ -39,6 +39,14 @@ def same_logs():
     log.propagate, log.handlers[:] = propagates, handlers
 
 
+@pytest.fixture(autouse=True)
+def without_bfloat16():
+    """Whether this CPU has a unit for it decides the default speed, which must not decide tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fata.engine.fast.bfloat16.has_bfloat16_products", lambda: False)
+        yield
+
+
 BROWSER_FLAGS = (
     "--headless=new",
     "--no-sandbox",

@@ -35,6 +35,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "version",
+    "watches_saved_tensors",
 ]
 
 
@@ -51,3 +52,9 @@ def version(tensor: Tensor) -> int:
 def has_bfloat16_products() -> bool:
     """Whether the CPU has AMX, a unit for them; waits for a public `torch.cpu` function."""
     return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())  # older torch cannot tell
+
+
+def watches_saved_tensors() -> bool:
+    """Whether a hook has what autograd saves, as a checkpoint's; waits for a public question."""
+    latest = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return latest is None or latest(False) is not None

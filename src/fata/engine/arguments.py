@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import UninitializedParameter
 
+from fata.engine.fast.bfloat16 import pays_on_cpu
 from fata.engine.fisher import FisherData
 from fata.engine.ownership import check_free
 from fata.guard.policy import Guard
@@ -94,11 +95,14 @@ def check_group(group: ProcessGroup | None, speed: str) -> None:
 
 
 def default_speed(model: nn.Module, group: ProcessGroup | None = None) -> str:
-    """`fast` for a float32 model on a GPU with bfloat16 and without a group, else `exact`."""
+    """`fast` for a float32 model where bfloat16 pays, GPU or CPU, and without a group."""
     floats = {p.dtype for p in model.parameters() if p.is_floating_point()}
     devices = {p.device.type for p in model.parameters()}
-    suits = floats == {torch.float32} and devices == {"cuda"} and group is None
-    return "fast" if suits and torch.cuda.is_bf16_supported(including_emulation=False) else "exact"
+    if floats != {torch.float32} or group is not None:
+        return "exact"
+    on_gpu = devices == {"cuda"} and torch.cuda.is_bf16_supported(including_emulation=False)
+    on_cpu = devices == {"cpu"} and pays_on_cpu(model, torch.device("cpu"))
+    return "fast" if on_gpu or on_cpu else "exact"
 
 
 def guard_of(guard: Guard | bool | None) -> Guard | None:

@@ -332,6 +332,27 @@ def test_attention_as_products_is_attention(options):
     torch.testing.assert_close(found, expected, **DOUBLE)
 
 
+@pytest.mark.parametrize("spec", ["tent", "deyo+fata"])
+def test_a_checkpointed_model_learns_in_half_precision_on_a_cpu(spec, monkeypatch):
+    """Its blocks are passed again within `torch.autograd.grad`, and must save the same there."""
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(half, "WIDE", 0)
+    checkpoint = torch.utils.checkpoint.checkpoint
+    states = []
+    for saves in (False, True):
+        model = build("vit_ln")
+        if saves:
+            for block in model.blocks:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        adapter = fata.adapt(model, spec, speed="fast", lr=0.01, guard=None)
+        for images in batches("cpu"):
+            adapter(images)
+        assert adapter.counts["stepped"] == len(SIZES)
+        states.append(adapter._engine.state.theta - adapter._engine.source)
+    plain, saved = states
+    assert (saved - plain).norm() < 0.05 * plain.norm()  # but for other sums in bfloat16
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_weights_that_are_elsewhere_by_now_are_found(device, monkeypatch):
     """As after `model.half()` or `.to(memory_format=...)` on the model inside an adapter."""
@@ -1060,9 +1081,16 @@ def test_a_gpu_that_only_emulates_bfloat16_is_exact_by_default(monkeypatch):
     assert default_speed(model) == "exact"
 
 
-def test_the_cpu_is_exact_by_default():
-    assert fata.adapt(build("resnet_gn"), "tent").speed == "exact"
+@pytest.mark.parametrize("unit", [True, False])
+def test_a_cpu_is_fast_by_default_where_the_model_gains_from_bfloat16(unit, monkeypatch):
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: unit)
+    monkeypatch.setattr(half, "WIDE", 1000)
+    known = "fast" if unit else "exact"
+    assert fata.adapt(build("resnet_gn"), "tent").speed == known
+    assert fata.adapt(build("resnet_gn").double(), "tent").speed == "exact"
     assert fata.adapt(build("resnet_gn"), "tent", speed="fast").speed == "fast"
+    monkeypatch.setattr(half, "WIDE", 10**9)
+    assert fata.adapt(build("resnet_gn"), "tent").speed == "exact"
 
 
 def test_another_speed_is_an_error():

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fata._torch import Convolution, has_bfloat16_products
+from fata._torch import Convolution, has_bfloat16_products, watches_saved_tensors
 from fata.engine.fast.captured import channels_last
 from fata.network.tap import Forward, replaced_forwards
 
@@ -105,7 +105,11 @@ def _full(head: nn.Module) -> Forward:
 
 
 class PlainAttention(TorchFunctionMode):
-    """Attention as two products: torch's own backward pass is slow on a CPU in bfloat16."""
+    """Attention as two products: torch's own backward pass is slow on a CPU in bfloat16.
+
+    A mode is off within `torch.autograd.grad`, where a checkpointed block is passed again. So it
+    leaves attention to torch where something watches what is saved for the backward pass.
+    """
 
     def __torch_function__(
         self,
@@ -115,8 +119,8 @@ class PlainAttention(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a function; attention that is masked, or without a gradient, is torch's."""
-        options = kwargs or {}
-        if func is F.scaled_dot_product_attention and len(args) == 3 and torch.is_grad_enabled():
+        options, learns = kwargs or {}, torch.is_grad_enabled() and not watches_saved_tensors()
+        if func is F.scaled_dot_product_attention and len(args) == 3 and learns:
             scale, special = options.get("scale"), {**options, "scale": None}.values()
             if not (args[0].is_nested or any(isinstance(o, Tensor) or o for o in special)):
                 query, key, value = args

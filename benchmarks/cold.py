@@ -89,7 +89,8 @@ def from_assets(name: str, assets: Path, cache: Path) -> tuple[nn.Module, list[T
     """A trained network, batches of pictures, and settings."""
     loaded = imagenet.network(name, assets)
     pixels = torch.load(cache / "pictures.pt")
-    batches = [loaded.preprocess.normalise(some / 255) for some in pixels.split(BATCH)]
+    whole = pixels[: len(pixels) // BATCH * BATCH]  # another size would be captured apart
+    batches = [loaded.preprocess.normalise(some / 255) for some in whole.split(BATCH)]
     return loaded.model, batches, {"lr": RATES[name][-1], "fisher_alpha": 0.0}
 
 

@@ -82,7 +82,7 @@ def serve(
         bool, typer.Option("--guard/--no-guard", help="Watch every stream for collapse.")
     ] = True,
     speed: Annotated[
-        str | None, typer.Option(help="exact or fast. Default: fast on a GPU with bfloat16.")
+        str | None, typer.Option(help="exact or fast. Default: fast where bfloat16 pays.")
     ] = None,
     device: Device = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
@@ -116,11 +116,12 @@ def serve(
         listening = bound(host, port)
     except OSError as error:
         raise typer.BadParameter(f"--host {host} --port {port}: {error.strerror}.") from error
+    device = chosen_device(device)
     loaded, adapter, fleet = _fleet(
-        model, method, chosen_device(device), batch, guard, speed, state_dir, in_memory, save_every
+        model, method, device, batch, guard, speed, state_dir, in_memory, save_every
     )
-    if adapter.speed == "fast":
-        say("warming up: on a GPU, a large network takes minutes the first time")
+    if adapter.speed == "fast" and device.startswith("cuda"):  # a CPU captures nothing
+        say("warming up: a large network takes minutes the first time")
         try:
             say(f"warming up took {adapter.warm_up(batch, loaded.preprocess.size):.1f} s")
         except RuntimeError as error:  # out of memory, say: passes are captured as they come

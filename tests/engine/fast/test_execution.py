@@ -310,6 +310,38 @@ def test_the_last_layer_in_a_pass_gives_logits_even_before_they_are_averaged():
     assert not any(layer._forward_hooks for layer in model)
 
 
+class Strict(torch.nn.Module):
+    """Writes its features into a tensor of another precision than bfloat16, which is an error."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build("resnet_gn")
+
+    def forward(self, images):
+        if images.shape[1] != 3:
+            raise RuntimeError("of no use")
+        taken = torch.zeros(len(images), 8, 16, 16, device=images.device)
+        taken[torch.arange(len(images))] = self.net.conv1(images)
+        hidden = self.net.layer2(self.net.layer1(self.net.bn1(taken)))
+        return self.net.fc(self.net.layer4(self.net.layer3(hidden)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_model_that_fails_in_bfloat16_stays_in_full_precision(device, monkeypatch):
+    monkeypatch.setattr(half, "has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(half, "WIDE", 0)
+    exact = fata.adapt(Strict().to(device), "tent", speed="exact", guard=None)
+    adapter = fata.adapt(Strict().to(device), "tent", guard=None)
+    assert adapter.speed == "fast"
+    images = batches(device)[0]
+    with pytest.raises(RuntimeError, match="of no use"):
+        adapter(images[:, :2])
+    with pytest.warns(UserWarning, match="fails in bfloat16 and stays in float32: Index put"):
+        found = adapter(images)
+    torch.testing.assert_close(found, exact(images), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(adapter(images), exact(images), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     "options",
     [

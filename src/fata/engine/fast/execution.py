@@ -18,6 +18,7 @@ products (Intel's AMX).
 from __future__ import annotations
 
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -333,18 +334,29 @@ class Fast(Direct):
         if self._halves is None:
             model, device, halves = self.network.model, self.network.device, list[HalfWeight]()
             if device.type == "cuda" or pays_on_cpu(model, device):
-                halves = list(half_weights(model, self.step.theta.parameters, self._large))
+                halves += half_weights(model, self.step.theta.parameters, self._large)
                 with self.network.counted_apart():
                     self._heads = logit_layers(model, lambda: self._tried(images, halves))
             self._halves = [half for half in halves if half[0] not in self._heads]
 
-    def _tried(self, images: Tensor, halves: Sequence[HalfWeight]) -> Tensor:
-        """Logits, by the kernels that the first step needs: a GPU loads them slowly."""
+    def _tried(self, images: Tensor, halves: list[HalfWeight]) -> Tensor:
+        """Logits, by the kernels that the first step needs: a GPU loads them slowly.
+
+        A model that fails in bfloat16 stays in float32: not every operation has both.
+        """
         plain = images.dtype != torch.float32  # of another type than the model: it says so
-        plain = plain or not self._pays
         images = channels_last(images) if self._large else images
-        with nullcontext() if plain else in_half(halves, self._norms, [], self.network.device):
+        if plain or not self._pays:
             return self.network.learn(images)
+        try:
+            with in_half(halves, self._norms, [], self.network.device):
+                return self.network.learn(images)
+        except (RuntimeError, TypeError) as error:
+            logits = self.network.learn(images)  # fails as well, if precision is not the reason
+            why = str(error).partition("\n")[0]
+            warnings.warn(f"the model fails in bfloat16 and stays in float32: {why}", stacklevel=2)
+            halves.clear()
+            return logits
 
     def _weights(self) -> list[int]:
         """Where all are, and how often those were changed that do not adapt."""

@@ -126,7 +126,8 @@ def process(folder, *options, port=None, model="mini_resnet_gn"):
     """`fata serve` in a process of its own; killed at the end if it still runs."""
     port = port or free_port()
     command = [sys.executable, "-W", "ignore", "-m", "fata", "serve", "--model", model]
-    command += ["--state-dir", str(folder), "--port", str(port), "--method", "tent+fata", *options]
+    command += ["--state-dir", str(folder), "--port", str(port), "--method", "tent+fata"]
+    command += ["--speed", "exact", *options]  # on every processor
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT

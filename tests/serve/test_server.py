@@ -45,7 +45,7 @@ def test_sigterm_saves_every_stream_and_a_restart_continues(tmp_path):
     batches = list(pixels(24).split(4))
     with process(tmp_path, *FAST, "--save-every", "1000") as started:
         with Client(started.url) as one:
-            first = [one.predict("camera-7", batch) for batch in batches[:3]]
+            first = [one.predict("camera-7", list(batch)) for batch in batches[:3]]
             one.configure("door", frozen=True)
         started.send_signal(signal.SIGTERM)
         log = started.stdout.read()

@@ -116,12 +116,11 @@ def serve(
         listening = bound(host, port)
     except OSError as error:
         raise typer.BadParameter(f"--host {host} --port {port}: {error.strerror}.") from error
-    device = chosen_device(device)
     loaded, adapter, fleet = _fleet(
-        model, method, device, batch, guard, speed, state_dir, in_memory, save_every
+        model, method, chosen_device(device), batch, guard, speed, state_dir, in_memory, save_every
     )
-    if adapter.speed == "fast" and device.startswith("cuda"):  # a CPU captures nothing
-        say("warming up: a large network takes minutes the first time")
+    if adapter.speed == "fast":
+        say("warming up: on a GPU, a large network takes minutes the first time")
         try:
             say(f"warming up took {adapter.warm_up(batch, loaded.preprocess.size):.1f} s")
         except RuntimeError as error:  # out of memory, say: passes are captured as they come

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from pathlib import Path
@@ -15,6 +15,8 @@ from urllib.parse import quote, urlencode, urlsplit
 from uuid import uuid4
 
 import numpy as np
+
+FILE = (bytes, str, os.PathLike)  # an image as it is stored
 
 
 class ClientError(RuntimeError):
@@ -106,7 +108,7 @@ class Client:
         Args:
             stream: its name; a new one starts at the source weights.
             images: pixels (images, 3, size, size), an array or tensor of uint8 or of float32 in
-                [0, 1]; or files: a path, the bytes of one, or a list of these.
+                [0, 1], or a list of images; or files: a path, the bytes of one, or a list of these.
             top: classes for each image.
         """
         kind, body = _body(images)
@@ -226,9 +228,9 @@ def _path(stream: str) -> str:
 
 def _body(images: Any) -> tuple[str, bytes]:
     """Content type and body of a request."""
-    if isinstance(images, bytes | str | os.PathLike):
+    if isinstance(images, FILE):
         images = [images]
-    if isinstance(images, Sequence) and not isinstance(images, Mapping):
+    if isinstance(images, Sequence) and all(isinstance(one, FILE) for one in images):
         files = [one if isinstance(one, bytes) else Path(one).read_bytes() for one in images]
         limit = uuid4().hex
         head = 'Content-Disposition: form-data; name="image"; filename="image"'

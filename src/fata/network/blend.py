@@ -63,10 +63,9 @@ class StreamStatistics(BatchStatistics):
         self._places = {layer: place for place, layer in enumerate(self._known)}
         self._sizes = [layer.num_features for layer in self._known]
         self._mean, self._var = self._flat("running_mean"), self._flat("running_var")
-        eps = [self._mean.new_full((layer.num_features,), layer.eps) for layer in self._known]
-        self._deviation = (self._var + torch.cat(eps)).sqrt()
+        self._eps = [layer.eps for layer in self._known for _ in range(layer.num_features)]
         self._all = AllChannels(self._sizes)
-        self._source = self._sources()
+        self._take_source()
         self._rows_now = 0  # of the batch that is observed
         self._past: Past | None = None  # None: no batch is observed
         self._pasts: list[Past] = []  # of each layer
@@ -150,8 +149,7 @@ class StreamStatistics(BatchStatistics):
         mean, var = self._mean, self._var
         if memory:
             weight = self._all.spread(memory["weight"])
-            parts = mean, var, self._deviation, memory["shift"], memory["square"], weight
-            mean, var = blended(*parts)
+            mean, var = blended(self._whole, memory["shift"], memory["square"], weight)
         buffers = [layer._buffers for layer in self._known]
         with torch.no_grad():
             for name, flat in (("running_mean", mean), ("running_var", var)):
@@ -161,8 +159,7 @@ class StreamStatistics(BatchStatistics):
     def move(self, device: torch.device) -> None:
         """Follow the model to another device."""
         self._mean, self._var = self._mean.to(device), self._var.to(device)
-        self._deviation = self._deviation.to(device)
-        self._source = self._sources()
+        self._take_source()
 
     def settle(self) -> None:
         """Back to how it was made: an interrupt may keep a context from being left."""
@@ -211,7 +208,7 @@ class StreamStatistics(BatchStatistics):
             return own.mean.to(mean), own.var.to(var)
         if layer in self._found:
             (shift, _, square), *_, weight = self._found[layer]
-            blend = blended(own.mean, own.var, own.deviation, shift, square, weight)
+            blend = blended(own, shift, square, weight)
             return blend[0].to(mean), blend[1].to(var)
         return mean, var
 
@@ -230,7 +227,7 @@ class StreamStatistics(BatchStatistics):
         """
         first, length, pixels = moments(x, own.mean.dtype)
         shift, length = torch.addcmul(own.offset, first, own.scale), length * own.scale
-        square = torch.addcmul(-own.offset * own.offset, length, length, value=1 / pixels)
+        square = torch.addcmul(own.level, length, length, value=1 / pixels)
         square = torch.addcmul(square, shift, own.offset, value=2).clamp(min=0)
         return torch.stack((shift, square.sqrt(), square, shift * shift), 1)
 
@@ -283,11 +280,11 @@ class StreamStatistics(BatchStatistics):
         """How many images of the past count, with those of this batch."""
         return images.clamp(max=max(IMAGES - self._rows_now, 0))
 
-    def _sources(self) -> list[Source]:
-        scale = 1 / self._deviation
-        flat = self._mean, self._var, self._deviation, scale, -self._mean * scale
-        parts = (torch.split(one, self._sizes) for one in flat)
-        return [Source(*own) for own in zip(*parts, strict=True)]
+    def _take_source(self) -> None:
+        """Of all layers, and of each."""
+        self._whole = Source.of(self._mean, self._var, self._mean.new_tensor(self._eps))
+        parts = (torch.split(one, self._sizes) for one in self._whole)
+        self._source = [Source(*own) for own in zip(*parts, strict=True)]
 
     def _enter(self, memory: Memory) -> list[Known]:
         """Begin with this memory; returns that of each layer."""

@@ -24,7 +24,7 @@ from fata.network.shrinkage import Source
 def batch_moments(images: Tensor, source: Source) -> tuple[Tensor, Tensor]:
     """Of the batch, by a, s, s^2 and a^2 of each image in units of the source's deviation."""
     shift, _, square, _ = images.mean(0)
-    var = (square - shift * shift).clamp(min=0) * source.deviation * source.deviation
+    var = torch.addcmul(square, shift, shift, value=-1).clamp(min=0) * source.square
     return torch.addcmul(source.mean, shift, source.deviation), var
 
 
@@ -32,9 +32,7 @@ def renormalise(
     layer: BatchNorm, mean: Tensor, var: Tensor, batch_mean: Tensor, batch_var: Tensor
 ) -> None:
     """Have a layer that normalises with the batch give what this mean and variance would."""
-    scale = (var + layer.eps).rsqrt()
-    r, d = (batch_var + layer.eps).sqrt() * scale, (batch_mean - mean) * scale
-    weight, bias = layer.weight, layer.bias
-    if weight is not None:
-        r, d = weight * r, weight * d
-    override_affine(layer, r, d if bias is None else bias + d)
+    scale, spread = (var + layer.eps).rsqrt(), (batch_var + layer.eps).sqrt()
+    gain, far = scale if layer.weight is None else layer.weight * scale, batch_mean - mean
+    shift = far * gain if layer.bias is None else torch.addcmul(layer.bias, far, gain)
+    override_affine(layer, spread * gain, shift)

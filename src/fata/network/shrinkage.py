@@ -42,13 +42,24 @@ Memory = dict[str, Tensor]
 
 
 class Source(NamedTuple):
-    """What a layer had before the first batch."""
+    """What a layer, or all, had before the first batch; kernels are fewer if it is all at hand."""
 
     mean: Tensor
     var: Tensor
     deviation: Tensor
+    square: Tensor  # of the deviation
+    rest: Tensor  # var - square
     scale: Tensor  # 1 / deviation
     offset: Tensor  # of a channel, in units of the deviation: x scale + offset is its shift
+    level: Tensor  # -offset^2
+
+    @classmethod
+    def of(cls, mean: Tensor, var: Tensor, eps: Tensor) -> Source:
+        """From BatchNorm's running statistics."""
+        deviation = (var + eps).sqrt()
+        scale, square = 1 / deviation, deviation * deviation
+        offset = -mean * scale
+        return cls(mean, var, deviation, square, var - square, scale, offset, -offset * offset)
 
 
 class Known(NamedTuple):
@@ -99,13 +110,13 @@ class AllChannels(Channels):
 
 
 def blended(
-    mean: Tensor, var: Tensor, deviation: Tensor, shift: Tensor, square: Tensor, weight: Tensor
+    source: Source, shift: Tensor, square: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance between the source's (weight 0) and the stream's (weight 1)."""
     moved = weight * shift
-    wider = weight * torch.addcmul(square - 1, moved, shift, value=-1)
-    var = torch.addcmul(var, wider * deviation, deviation)
-    return torch.addcmul(mean, moved, deviation), var.clamp(min=0)
+    there = torch.addcmul(square, moved, shift, value=-1)
+    var = source.var.lerp(torch.addcmul(source.rest, source.square, there), weight)
+    return torch.addcmul(source.mean, moved, source.deviation), var.clamp(min=0)
 
 
 def known(memory: Memory) -> Known:
@@ -116,7 +127,7 @@ def known(memory: Memory) -> Known:
 def joined(here: Tensor, old: Known, past: Past, channels: Channels) -> Known:
     """A memory with a batch, of which A, S, Q and the mean of a^2 are `here`."""
     means, squares = here[:2], here[2:]
-    within = channels.sums(squares) - channels.sums(means * means)
+    within = channels.sums(torch.addcmul(squares, means, means, value=-1))
     finite = within < math.inf  # NaN is not
     new = torch.where(channels.spread(finite), here[:3], old.vectors)
     within = torch.where(finite, within, old.variance).clamp(min=0)

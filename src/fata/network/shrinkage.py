@@ -109,9 +109,7 @@ class AllChannels(Channels):
         return torch.cat([own.expand(size) for own, size in layers])
 
 
-def blended(
-    source: Source, shift: Tensor, square: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
+def blended(source: Source, shift: Tensor, square: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance between the source's (weight 0) and the stream's (weight 1)."""
     moved = weight * shift
     there = torch.addcmul(square, moved, shift, value=-1)

@@ -163,12 +163,17 @@ class Plain:
         mu = z.mean((2, 3) if z.ndim == 4 else 1, keepdim=True)
         if self.noise is None:
             self.noise = self._draw(mu)
-            spread = mu.detach().flatten(1).std(0)
-            now = spread / spread.max().clamp(min=1e-12)
-            self.delta = now if self.delta is None else torch.lerp(now, self.delta, self.plus.ema)
+            self.delta = self._spread(mu.detach().flatten(1))
         alpha, beta = self.noise
         delta = self.delta.view(mu.shape[1:])
         return torch.cat((z, alpha * z + delta * (beta - alpha) * mu))
+
+    def _spread(self, mu: Tensor) -> Tensor:
+        if len(mu) == 1:  # it has no deviation
+            return torch.full_like(mu[0], 0.5)
+        spread = mu.std(0)
+        now = spread / spread.max().clamp(min=1e-12)
+        return now if self.delta is None else torch.lerp(now, self.delta, self.plus.ema)
 
     def _draw(self, mu: Tensor) -> tuple[Tensor, Tensor]:
         rows, channels = mu.flatten(1).shape

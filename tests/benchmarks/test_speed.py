@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from benchmarks.plain import Plain
 from benchmarks.share import Share
 
 import fata
@@ -50,6 +51,11 @@ def test_a_single_image_is_learned_from(net):
     assert adapter(image).isfinite().all()
     assert adapter.counts["selected"] == {"eata": 1, "fata": 1}
     assert adapter.counts["stepped"] == 1
+    plain = Plain(share.build(net)[0], "eata+fata", **{**fields, "lr": 1e-3})
+    before = [weight.clone() for weight in plain.theta]
+    for _ in range(2):
+        assert plain(image).isfinite().all()
+    assert any((weight != old).any() for weight, old in zip(plain.theta, before, strict=True))
 
 
 def test_the_embedded_benchmarks_own_shares():

@@ -119,10 +119,11 @@ class PlainAttention(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Call a function; attention that is masked, or without a gradient, is torch's."""
-        options, learns = kwargs or {}, torch.is_grad_enabled() and not watches_saved_tensors()
-        if func is F.scaled_dot_product_attention and len(args) == 3 and learns:
+        options = kwargs or {}
+        if func is F.scaled_dot_product_attention and len(args) == 3 and torch.is_grad_enabled():
             scale, special = options.get("scale"), {**options, "scale": None}.values()
-            if not (args[0].is_nested or any(isinstance(o, Tensor) or o for o in special)):
+            given = any(isinstance(option, Tensor) or option for option in special)
+            if not (given or args[0].is_nested or watches_saved_tensors()):
                 query, key, value = args
                 scale = query.shape[-1] ** -0.5 if scale is None else scale
                 return (query * scale @ key.mT).softmax(-1) @ value
